@@ -1,0 +1,306 @@
+// The GPU against the CPU: every kernel path on odd sizes, outputs poisoned first, NaN fails. Needs a CUDA device; says
+// "skipped" without one. Built and run by `make gpu-test`.
+#define BS_NO_MAIN
+#include "../bs.cu"
+#include "check.h"
+#include "golden.h"
+
+static Device gpu, cpu;
+
+// Tolerances: fp16 operands and fp32 sums against double on the same fp16 operands; logits after whole random models, whose
+// activations are rounded to fp16 between layers on the GPU and stay fp32 on the CPU.
+static const double MATMUL_TOL = 2e-5, LOGITS_TOL = 3e-2;
+
+static float noise(uint32_t i) {
+  return (float)(int32_t)(hash32(i) >> 8) / 8388608.0f - 1;
+}
+
+// ---- linear layers: each rung, against double; and the same bits whatever the number of tokens -----------------------
+
+typedef struct {
+  int n, k;
+  half *x, *w_rows, *w_packed;
+  float* host_w;  // [n, k] as rounded
+  float* host_x;  // [T, k]
+} Case;
+
+static Case make_case(int n, int k, int T) {
+  Case c = {n, k, NULL, NULL, NULL, (float*)xcalloc((size_t)n * k, 4), (float*)xcalloc((size_t)T * k, 4)};
+  int rows = (n + 255) / 256 * 256;
+  half* x = (half*)xcalloc((size_t)T * k, 2);
+  half* w = (half*)xcalloc((size_t)rows * k, 2);
+  half* packed = (half*)xcalloc((size_t)rows * k, 2);
+  for (int i = 0; i < T * k; i++) {
+    x[i] = __float2half(noise(i));
+    c.host_x[i] = __half2float(x[i]);
+  }
+  for (int i = 0; i < n * k; i++) {
+    w[i] = __float2half(noise(i + 77777777) * 0.1f);
+    c.host_w[i] = __half2float(w[i]);
+    packed[packed_index(i / k, i % k, k)] = w[i];
+  }
+  CUDA_CHECK(cudaMalloc(&c.x, (size_t)T * k * 2));
+  CUDA_CHECK(cudaMalloc(&c.w_rows, (size_t)rows * k * 2));
+  CUDA_CHECK(cudaMalloc(&c.w_packed, (size_t)rows * k * 2));
+  CUDA_CHECK(cudaMemcpy(c.x, x, (size_t)T * k * 2, cudaMemcpyHostToDevice));
+  CUDA_CHECK(cudaMemcpy(c.w_rows, w, (size_t)rows * k * 2, cudaMemcpyHostToDevice));
+  CUDA_CHECK(cudaMemcpy(c.w_packed, packed, (size_t)rows * k * 2, cudaMemcpyHostToDevice));
+  free(x);
+  free(w);
+  free(packed);
+  return c;
+}
+
+static void free_case(Case* c) {
+  cudaFree(c->x);
+  cudaFree(c->w_rows);
+  cudaFree(c->w_packed);
+  free(c->host_w);
+  free(c->host_x);
+}
+
+// Runs one rung on tokens from x0 on; result [T, outputs] as floats, slices summed in order.
+static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, float* result) {
+  Gpu g;
+  memset(&g, 0, sizeof g);
+  g.device = &gpu;
+  g.matmul = rung;
+  Matrix m = {(f16*)(rung == MATMUL_MMA ? c->w_packed : c->w_rows), c->n, c->k, 1};
+  if (rung == MATMUL_MMA && mode == OUT_FLOAT) m.slices = matrix_slices(c->n, c->k);
+  int outputs = mode == OUT_SWIGLU ? c->n / 2 : c->n;
+  size_t size = (size_t)T * outputs * (mode == OUT_SWIGLU ? 2 : 4 * m.slices);
+  char* out;
+  CUDA_CHECK(cudaMalloc(&out, size));
+  CUDA_CHECK(cudaMemset(out, 0xff, size));  // NaN everywhere
+  const half* x = c->x + (size_t)x0 * c->k;
+  int slices = mode == OUT_SWIGLU ? matmul<OUT_SWIGLU>(&g, out, x, &m, T) : matmul<OUT_FLOAT>(&g, out, x, &m, T);
+  char* host = (char*)xcalloc(size, 1);
+  CUDA_CHECK(cudaDeviceSynchronize());
+  CUDA_CHECK(cudaMemcpy(host, out, size, cudaMemcpyDeviceToHost));
+  for (int i = 0; i < T * outputs; i++) {
+    if (mode == OUT_SWIGLU) {
+      result[i] = __half2float(((half*)host)[i]);
+      continue;
+    }
+    result[i] = ((float*)host)[i];
+    for (int s = 1; s < slices; s++) result[i] += ((float*)host)[(size_t)s * T * outputs + i];
+  }
+  cudaFree(out);
+  free(host);
+}
+
+static double reference(const Case* c, Output mode, int t, int i) {
+  double sum = 0, up = 0;
+  int row = mode == OUT_SWIGLU ? i / 8 * 16 + i % 8 : i;
+  for (int j = 0; j < c->k; j++) {
+    sum += (double)c->host_w[(size_t)row * c->k + j] * c->host_x[(size_t)t * c->k + j];
+    if (mode == OUT_SWIGLU) up += (double)c->host_w[(size_t)(row + 8) * c->k + j] * c->host_x[(size_t)t * c->k + j];
+  }
+  return mode == OUT_SWIGLU ? sum / (1 + exp(-sum)) * up : sum;
+}
+
+static void test_matmul_case(int n, int k, Output mode) {
+  enum { MOST = 300 };
+  static const int tokens[] = {1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 129, 300};
+  Case c = make_case(n, k, MOST);
+  int outputs = mode == OUT_SWIGLU ? n / 2 : n;
+  float* all = (float*)xcalloc((size_t)MOST * outputs, 4);
+  float* some = (float*)xcalloc((size_t)MOST * outputs, 4);
+  for (int rung = MATMUL_NAIVE; rung <= MATMUL_MMA; rung++) {
+    run_matmul(&c, (Matmul)rung, mode, 0, MOST, all);
+    double worst = 0;
+    for (int i = 0; i < 4000; i++) {
+      int at = (int)(hash32(i) % (uint32_t)(MOST * outputs));
+      if (i < 400) at = i % 2 ? (MOST - 1) * outputs + outputs - 1 - i / 2 % outputs : i / 2 % outputs;  // both corners
+      double ref = reference(&c, mode, at / outputs, at % outputs), tol = mode == OUT_SWIGLU ? 1e-3 : MATMUL_TOL;
+      double diff = fabs(all[at] - ref) / (1 + fabs(ref)) / tol;
+      if (!(diff <= worst)) worst = diff;
+    }
+    CHECK(worst <= 1, "matmul %d mode %d n=%d k=%d: error is %.2f of the tolerance", rung, mode, n, k, worst);
+    for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
+      int T = tokens[i], x0 = (MOST - T) / 2;
+      run_matmul(&c, (Matmul)rung, mode, x0, T, some);
+      bool same = memcmp(some, all + (size_t)x0 * outputs, (size_t)T * outputs * 4) == 0;
+      CHECK(same, "matmul %d mode %d n=%d k=%d: %d tokens give other bits than among %d", rung, mode, n, k, T, MOST);
+    }
+  }
+  free(all);
+  free(some);
+  free_case(&c);
+}
+
+static void test_matmul(void) {
+  test_matmul_case(16, 32, OUT_FLOAT);
+  test_matmul_case(1000, 96, OUT_FLOAT);     // rows not a multiple of 16
+  test_matmul_case(960, 576, OUT_FLOAT);     // smollm2's qkv: 18 k tiles in 2 uneven slices
+  test_matmul_case(2048, 2048, OUT_FLOAT);   // 8 slices
+  test_matmul_case(576, 1536, OUT_FLOAT);
+  test_matmul_case(272, 1056, OUT_FLOAT);    // 33 k tiles
+  test_matmul_case(64, 64, OUT_SWIGLU);
+  test_matmul_case(3072, 576, OUT_SWIGLU);
+  test_matmul_case(2080, 2048, OUT_SWIGLU);  // a part-filled last block
+}
+
+// ---- whole models: prompts of several lengths, chunked and whole, against the CPU -------------------------------------
+
+typedef struct {
+  Weights w;
+  Engine e;
+} Runner;
+
+static void open_runner(Runner* r, Device* d, const Model* m, Matmul matmul, int max_tokens, int slots, int positions) {
+  char err[ERR_LEN];
+  EngineSize size = {max_tokens, slots, positions, 0};
+  if (!weights_open(&r->w, d, m, matmul, positions, err)) die("%s", err);
+  if (engine_open(&r->e, d, &r->w, size, err) != ROW_OK) die("%s", err);
+}
+
+static void close_runner(Runner* r, Device* d) {
+  engine_close(&r->e);
+  weights_close(&r->w, d);
+}
+
+// Logits of every position of `n` tokens fed in chunks to one slot.
+static void run_prompt(Runner* r, int slot, const int* ids, int n, int chunk, float* logits) {
+  int id[512], pos[512], slots[512], row[512], vocab = r->w.config.vocab_size;
+  for (int at = 0; at < n; at += chunk) {
+    int T = n - at < chunk ? n - at : chunk;
+    for (int t = 0; t < T; t++) {
+      id[t] = ids[at + t];
+      pos[t] = at + t;
+      slots[t] = slot;
+      row[t] = t;
+    }
+    Batch b = {T, T, id, pos, slots, row};
+    blocks_grow(&r->e.blocks, slot, at + T);
+    engine_submit(&r->e, &b);
+    engine_collect(&r->e);
+    r->e.device->api->logits(&r->e, T, logits + (size_t)at * vocab);
+  }
+  blocks_release(&r->e.blocks, slot);
+}
+
+static void test_model(const char* name, int dim, int heads, int kv_heads, int head_dim, int hidden, int vocab, bool tied) {
+  Config c;
+  memset(&c, 0, sizeof c);
+  snprintf(c.name, sizeof c.name, "%s", name);
+  c.dim = dim;
+  c.n_layers = 2;
+  c.n_heads = heads;
+  c.n_kv_heads = kv_heads;
+  c.head_dim = head_dim;
+  c.hidden_dim = hidden;
+  c.vocab_size = vocab;
+  c.max_context = 1024;
+  c.tied = tied;
+  c.norm_eps = 1e-5f;
+  c.rope_theta = 10000;
+  Model m;
+  Runner on_cpu, on_gpu, naive;
+  enum { N = 290 };
+  int ids[N];
+  for (int i = 0; i < N; i++) ids[i] = (int)(hash32(i) % (uint32_t)vocab);
+  if (!random_model(&c, 3, &m)) die("no memory");
+  open_runner(&on_cpu, &cpu, &m, MATMUL_MMA, N, 300, 320);
+  open_runner(&on_gpu, &gpu, &m, MATMUL_MMA, N, 300, 320);
+  float* want = (float*)xcalloc((size_t)N * vocab, 4);
+  float* got = (float*)xcalloc((size_t)N * vocab, 4);
+  float* other = (float*)xcalloc((size_t)N * vocab, 4);
+  run_prompt(&on_cpu, 1, ids, N, N, want);
+  run_prompt(&on_gpu, 2, ids, N, N, got);
+  double worst = 0;
+  for (size_t i = 0; i < (size_t)N * vocab; i++) {
+    double diff = fabs(got[i] - want[i]) / LOGITS_TOL;
+    if (!(diff <= worst)) worst = diff;
+  }
+  CHECK(worst <= 1, "%s: logits differ by %.2f of the tolerance from the CPU's", name, worst);
+  static const int chunks[] = {1, 7, 64, 200};
+  for (int i = 0; i < 4; i++) {
+    run_prompt(&on_gpu, i, ids, N, chunks[i], other);
+    CHECK(memcmp(got, other, (size_t)N * vocab * 4) == 0, "%s: chunks of %d give other bits than one chunk", name, chunks[i]);
+    run_prompt(&on_cpu, i, ids, N, chunks[i], other);
+    CHECK(memcmp(want, other, (size_t)N * vocab * 4) == 0, "%s on the CPU: chunks of %d give other bits than one chunk", name, chunks[i]);
+  }
+  close_runner(&on_gpu, &gpu);
+  for (int rung = MATMUL_NAIVE; rung <= MATMUL_GEMV; rung++) {
+    open_runner(&naive, &gpu, &m, (Matmul)rung, N, 300, 320);
+    run_prompt(&naive, 0, ids, N, N, other);
+    worst = 0;
+    for (size_t i = 0; i < (size_t)N * vocab; i++) {
+      double diff = fabs(other[i] - want[i]) / LOGITS_TOL;
+      if (!(diff <= worst)) worst = diff;
+    }
+    CHECK(worst <= 1, "%s, rung %d: logits differ by %.2f of the tolerance from the CPU's", name, rung, worst);
+    close_runner(&naive, &gpu);
+  }
+  close_runner(&on_cpu, &cpu);
+  free_model(&m);
+  free(want);
+  free(got);
+  free(other);
+}
+
+// ---- tokens of the engine loop: the same alone and in any company, on each device -------------------------------------
+
+static void test_identity(const char* model, Device* d, const int* batches, int n_batches, int out) {
+  Model m;
+  Weights w;
+  Engine e;
+  char err[ERR_LEN];
+  enum { MOST = 256 };
+  const Config* preset = find_preset(model);
+  bool loaded = preset ? random_model(preset, 0, &m) : load_model(model, &m, err);
+  if (!loaded) die("%s", err);
+  int most = batches[n_batches - 1];
+  Request *one = (Request*)xcalloc(most, sizeof(Request)), *all = (Request*)xcalloc(most, sizeof(Request));
+  for (int i = 0; i < most; i++) {
+    make_request(&one[i], &m.config, 1 + (i * 37) % 150, out, 5, i);
+    make_request(&all[i], &m.config, 1 + (i * 37) % 150, out, 5, i);
+    one[i].temperature = all[i].temperature = i % 3 == 2 ? 0.8f : 0;  // sampled requests too
+  }
+  if (!weights_open(&w, d, &m, MATMUL_MMA, 150 + out, err)) die("%s", err);
+  RunStats stats;
+  for (int i = 0; i < most; i++) {
+    EngineSize size = {150, 1, 150 + out, 0};
+    if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
+    Workload alone = {&one[i], 1, 150, {0}, 0, false};
+    run_requests(&e, &alone, INFINITY, &stats);
+    engine_close(&e);
+  }
+  for (int b = 0; b < n_batches; b++) {
+    int steps[] = {64, 1000};
+    for (int s = 0; s < 2; s++) {
+      EngineSize size = {steps[s], batches[b], 150 + out, 0};
+      if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
+      Workload batch = {all, batches[b], steps[s], {0}, 0, false};
+      run_requests(&e, &batch, INFINITY, &stats);
+      engine_close(&e);
+      int differ = 0;
+      for (int i = 0; i < batches[b]; i++) differ += memcmp(one[i].tokens, all[i].tokens, (one[i].n_prompt + out) * sizeof(int)) != 0;
+      CHECK(differ == 0, "%s on %s: %d of %d requests have other tokens than alone (steps of %d)", model, d->name, differ, batches[b], steps[s]);
+    }
+  }
+  weights_close(&w, d);
+  free_model(&m);
+}
+
+int main(void) {
+  char err[ERR_LEN];
+  if (!device_open(&gpu, cuda_backend(), 0, err)) {
+    printf("skipped: %s\n0 passed, 0 failed, 1 skipped\n", err);
+    return 0;
+  }
+  if (!device_open(&cpu, &cpu_backend, 0, err)) die("%s", err);
+  printf("%s: dependent launch %s, probed %.0f GB/s and %.0f TFLOP/s\n", gpu.name, gpu.dependent_launch ? "on" : "off", gpu.bandwidth / 1e9, gpu.rate / 1e12);
+  test_matmul();
+  test_model("gqa 4:2, 64", 128, 4, 2, 64, 256, 512, true);
+  test_model("mha, 32", 96, 3, 3, 32, 160, 300, false);
+  test_model("mqa 20:1, 128", 256, 20, 1, 128, 320, 257, true);
+  test_model("gqa 8:2, 80", 160, 8, 2, 80, 224, 1000, true);
+  test_model("gqa 6:3, 96", 192, 6, 3, 96, 512, 333, false);
+  static const int batches[] = {1, 3, 8, 17, 64};
+  test_identity("smollm2-135m", &gpu, batches, 5, 24);
+  if (access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY")) test_identity("weights/tiny", &gpu, batches, 5, 64);
+  if (!getenv("NO_TINY")) test_golden(&gpu, 2e-2, true);
+  return check_report();
+}
