@@ -1,4 +1,26 @@
-// bs.cu
+// bs: how does batch size trade memory and latency for throughput when an LLM generates text, and
+// which batch size should I run?
+//
+//   nvcc -O3 -std=c++17 -o bs bs.cu         both devices; see the Makefile for the flags that
+//   matter cc -x c -std=c11 -O3 -o bs-cpu bs.cu    the CPU alone; the same file
+//   ./bs                                    measures batch 1, 2, 4, ... and writes plots/
+//
+// The map, top to bottom:
+//   metrics rows        what a run measures and decides (SweepRow, Knee)
+//   device              a device is a struct of functions (Backend); its memory by purpose, its
+//   ceilings requests, KV cache  what a client wants; blocks of 16 tokens and who holds them engine
+//   a model on a device with steps in flight roofline            the work of a step, counted
+//   scheduler, loop     who runs in the next step; plan, submit, collect
+//   CPU backend         submit = forward_cpu
+//   kernels             fragments, norm, RoPE, the ladder of matrix kernels, attention, sampling,
+//   probes GPU backend         one step as launches, recorded as a CUDA graph weights from a
+//   checkpoint to what the device wants metrics, knee       percentiles; the walk that finds the
+//   working point files, table        sweep.csv, config.json, what is printed options one table for
+//   parser and --help sweep               one row per batch size plots               drawn by us,
+//   encoded by stb_image_write commands, main
+//
+// It refuses what it cannot do right: see README.md. Article 1 and 2 in comments are the two that
+// NOTES.md names.
 #include "model.h"
 #include <signal.h>
 #include <time.h>
@@ -14,12 +36,16 @@
 #include <stb_image_write.h>
 #pragma GCC diagnostic pop
 
-typedef struct { double p50, p95, p99; int n; } Percentiles;  // n samples behind them; NaN where n is 0
+typedef struct {
+  double p50, p95, p99;
+  int n;
+} Percentiles;  // n samples behind them; NaN where n is 0
 typedef enum { ROW_OK, ROW_SKIPPED, ROW_OOM } RowStatus;
 typedef enum { BOUND_WEIGHTS, BOUND_KV, BOUND_COMPUTE, BOUND_OVERHEAD } Bound;
 // names: "memory (weights)", "memory (KV)", "compute", "overhead"
 
-typedef struct {  // one line of sweep.csv; NaN (or 0 for ints) = undefined, written as an empty cell
+typedef struct {  // one line of sweep.csv; NaN (or 0 for ints) = undefined, written as an empty
+                  // cell
   int batch, input_len, output_len, repeats;
   RowStatus status;
   char reason[160];  // why it was skipped, e.g. "KV needs 9.1 GiB, 6.2 GiB left"
@@ -44,11 +70,12 @@ typedef struct {
   double watermark_pct;             // 90: share of mem_limit that may be used
 } KneeRules;
 typedef struct {
-  int working, start;   // row indices; -1 = none
-  int second_opinion;   // row index of the largest efficient batch; -1 = none
+  int working, start;  // row indices; -1 = none
+  int second_opinion;  // row index of the largest efficient batch; -1 = none
   StopRule rule;
-  int stopped_at;       // row that tripped the rule (plateau: the working row itself; end: -1)
-  char why[200];        // one sentence for a person, e.g. "batch 128 would break the TPOT SLO: P95 31.0 ms > 25.0 ms"
+  int stopped_at;  // row that tripped the rule (plateau: the working row itself; end: -1)
+  char why[200];   // one sentence for a person, e.g. "batch 128 would break the TPOT SLO: P95 31.0
+                   // ms > 25.0 ms"
 } Knee;
 
 typedef struct {  // everything a plot needs
@@ -61,32 +88,38 @@ typedef struct {  // everything a plot needs
   double bandwidth, rate;  // probed ceilings: bytes/s, FLOP/s; 0 = unknown
 } SweepReport;
 
-typedef enum { MEM_WEIGHTS, MEM_KV, MEM_WORK, N_MEM } MemTag;  // three of the four parts; the fourth is the rest
+typedef enum {
+  MEM_WEIGHTS,
+  MEM_KV,
+  MEM_WORK,
+  N_MEM
+} MemTag;  // three of the four parts; the fourth is the rest
 typedef struct Device Device;
 typedef struct Engine Engine;
 typedef struct Step Step;
 
-// What a device must offer. cpu_backend always exists, cuda_backend in the nvcc build; nothing else knows which one it is.
+// What a device must offer. cpu_backend always exists, cuda_backend in the nvcc build; nothing else
+// knows which one it is.
 typedef struct {
-  bool (*open)(Device* d, char* err);                // fills in name and total
-  double (*probe_bandwidth)(const Device* d);        // bytes/s
-  double (*probe_rate)(const Device* d);             // FLOP/s
-  size_t (*used)(void);                              // bytes in use, as the device reports it
-  void* (*alloc)(size_t bytes);                      // zeroed, or NULL
+  bool (*open)(Device* d, char* err);          // fills in name and total
+  double (*probe_bandwidth)(const Device* d);  // bytes/s
+  double (*probe_rate)(const Device* d);       // FLOP/s
+  size_t (*used)(void);                        // bytes in use, as the device reports it
+  void* (*alloc)(size_t bytes);                // zeroed, or NULL
   void (*free)(void* p);
   void (*upload)(void* to, const void* from, size_t bytes);
-  int row_multiple;                                  // rows of a matrix are padded to this
-  int key_multiple;                                  // K of a cached key is padded to this
-  int (*slices)(int n, int k);                       // see Matrix
+  int row_multiple;             // rows of a matrix are padded to this
+  int key_multiple;             // K of a cached key is padded to this
+  int (*slices)(int n, int k);  // see Matrix
   bool (*fill)(Matrix* m, const Tensor* from, RowMap map, bool packed);
-  bool (*engine_open)(Engine* e);                    // working memory; false when it does not fit
+  bool (*engine_open)(Engine* e);  // working memory; false when it does not fit
   void (*engine_close)(Engine* e);
   void (*submit)(Engine* e, const Batch* b, Step* s);
   void (*collect)(Engine* e, Step* s);
-  void (*logits)(Engine* e, int rows, float* out);   // [R, V] of the last step: for tests and the curious
+  void (*logits)(Engine* e, int rows,
+                 float* out);  // [R, V] of the last step: for tests and the curious
 } Backend;
-// ---------------------------------------------------------------------------------------------------------------------
-// Platform shim: a device, its memory by purpose (article 1, section 2) and its ceilings.
+// ---- Platform shim: a device, its memory by purpose (article 1, section 2) and its ceilings.
 
 typedef struct {
   void* p;
@@ -102,12 +135,12 @@ struct Device {
   double bandwidth, rate;  // probed ceilings: bytes/s read, FLOP/s multiplied
   Allocation* list;        // ours, not yet freed
   int n_list, cap_list;
-  size_t tagged[N_MEM];    // bytes, by tag
-  bool refused;            // the last allocation failed although the budget allowed it
-  long fail_after;         // tests: the allocation after this many fails; -1 = none does
-  int sms;                 // CUDA: multiprocessors
-  int shared_bytes;        // CUDA: shared memory a block may have
-  bool dependent_launch;   // CUDA: compiled for and running on 9.0 or later
+  size_t tagged[N_MEM];   // bytes, by tag
+  bool refused;           // the last allocation failed although the budget allowed it
+  long fail_after;        // tests: the allocation after this many fails; -1 = none does
+  int sms;                // CUDA: multiprocessors
+  int shared_bytes;       // CUDA: shared memory a block may have
+  bool dependent_launch;  // CUDA: compiled for and running on 9.0 or later
 };
 
 static volatile sig_atomic_t interrupted;  // by Ctrl-C: finish the step, keep what was measured
@@ -166,8 +199,8 @@ static bool cpu_open(Device* d, char* err) {
   return d->total > 0;
 }
 
-// Zeroed device memory, or NULL when it does not fit. A malloc that succeeds is not a fit (drivers spill to host memory,
-// the CPU swaps), so the budget decides first.
+// Zeroed device memory, or NULL when it does not fit. A malloc that succeeds is not a fit (drivers
+// spill to host memory, the CPU swaps), so the budget decides first.
 static void* device_alloc(Device* d, MemTag tag, size_t bytes) {
   d->refused = false;
   if (bytes > d->limit || d->api->used() > d->limit - bytes) return NULL;
@@ -199,8 +232,8 @@ static void device_free_all(Device* d, MemTag tag) {
   d->tagged[tag] = 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Ceilings. A curve is judged against what THIS device can do, measured with our own read and multiply loops.
+// ---- Ceilings. A curve is judged against what THIS device can do, measured with our own read and
+// multiply loops.
 
 static double cpu_probe_bandwidth(const Device* d) {
   (void)d;
@@ -244,7 +277,8 @@ static double cpu_probe_rate(const Device* d) {
       for (int i = 0; i < TOKEN_TILE * PANEL; i++) y[i] = 0;
       for (int i = 0; i < ROUNDS; i++) {
         outer_product(TOKEN_TILE, 64, x, 64, NULL, w, y, PANEL, false);
-        __asm__ volatile("" ::"r"(w), "r"(x), "r"(y) : "memory");  // as far as the compiler knows, all three changed
+        __asm__ volatile("" ::"r"(w), "r"(x), "r"(y)
+                         : "memory");  // as far as the compiler knows, all three changed
       }
     }
     double rate = 2.0 * TOKEN_TILE * 64 * PANEL * ROUNDS * threads / (now() - start);
@@ -264,35 +298,35 @@ static bool device_open(Device* d, const Backend* api, size_t vram, char* err) {
   d->rate = api->probe_rate(d);
   return true;
 }
-// ---------------------------------------------------------------------------------------------------------------------
-// Requests: what a client asks for, and where it stands.
+// ---- Requests: what a client asks for, and where it stands.
 
 typedef struct {
   int n_prompt, max_new;
-  int n_given;        // tokens the host hands over: the prompt, or all so far when a sequence is recomputed
-  int* tokens;        // [n_prompt + max_new] the prompt, then what was generated
-  double* time;       // [max_new] when each new token was there, seconds on now()'s clock
+  int n_given;   // tokens the host hands over: the prompt, or all so far when a sequence is
+                 // recomputed
+  int* tokens;   // [n_prompt + max_new] the prompt, then what was generated
+  double* time;  // [max_new] when each new token was there, seconds on now()'s clock
   double arrival;
   uint32_t seed;      // of its sampling noise
   float temperature;  // 0 = greedy
   int slot;           // place in the running batch; -1 = not running
   int n_cached;       // positions whose KV is in the cache or on its way there
-  int n_ordered;      // new tokens asked of the device; those not yet collected are known only there
-  int n_new;          // new tokens collected
-  bool done, ended;   // ended: by the model's own end token
+  int n_ordered;     // new tokens asked of the device; those not yet collected are known only there
+  int n_new;         // new tokens collected
+  bool done, ended;  // ended: by the model's own end token
 } Request;
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The KV cache in blocks of 16 tokens, a block table per slot (PagedAttention, Kwon et al. 2023; article 2, section 4.3).
-// A sequence takes a block when it grows into it and returns all of them when it leaves: no reservation, no fragmentation.
+// ---- The KV cache in blocks of 16 tokens, a block table per slot (PagedAttention, Kwon et al.
+// 2023; article 2, section 4.3). A sequence takes a block when it grows into it and returns all of
+// them when it leaves: no reservation, no fragmentation.
 
 typedef struct {
   int n_blocks, max_blocks, n_slots;  // in all; of one slot; slots
   int* free_list;                     // stack of blocks nobody holds
   int n_free;
-  int* held;                          // [slots] blocks of each slot
-  int* table;                         // [slots, max_blocks]
-  bool changed;                       // since the device last saw the table
+  int* held;     // [slots] blocks of each slot
+  int* table;    // [slots, max_blocks]
+  bool changed;  // since the device last saw the table
 } BlockTable;
 
 static void blocks_init(BlockTable* b, int n_blocks, int max_blocks, int n_slots) {
@@ -314,7 +348,8 @@ static void blocks_free(BlockTable* b) {
   memset(b, 0, sizeof *b);
 }
 
-// Makes room for positions 0 .. n_tokens - 1 of a slot. False (and nothing taken) when too few blocks are free.
+// Makes room for positions 0 .. n_tokens - 1 of a slot. False (and nothing taken) when too few
+// blocks are free.
 static bool blocks_grow(BlockTable* b, int slot, int n_tokens) {
   int need = (n_tokens + KV_BLOCK - 1) / KV_BLOCK;
   if (need > b->max_blocks || need - b->held[slot] > b->n_free) return false;
@@ -326,22 +361,24 @@ static bool blocks_grow(BlockTable* b, int slot, int n_tokens) {
 }
 
 static void blocks_release(BlockTable* b, int slot) {
-  while (b->held[slot] > 0) b->free_list[b->n_free++] = b->table[(size_t)slot * b->max_blocks + --b->held[slot]];
+  while (b->held[slot] > 0)
+    b->free_list[b->n_free++] = b->table[(size_t)slot * b->max_blocks + --b->held[slot]];
 }
 
 static size_t kv_bytes_per_token(const Config* c) {
   return (size_t)2 * c->n_layers * c->n_kv_heads * c->head_dim * sizeof(f16);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The engine: a model on a device, with a cache, and steps in flight. engine_submit queues one step over a flat batch and
-// returns; engine_collect waits for the oldest step and gives its tokens. Only the tokens come back: the next step already
-// finds them on the device (id -1), so the host can run ahead and never stands in the way.
+// ---- The engine: a model on a device, with a cache, and steps in flight. engine_submit queues one
+// step over a flat batch and returns; engine_collect waits for the oldest step and gives its
+// tokens. Only the tokens come back: the next step already finds them on the device (id -1), so the
+// host can run ahead and never stands in the way.
 
 enum { IN_FLIGHT = 4 };
 static const double GIB = 1073741824.0;
 
-// Batch sizes that a recorded step exists for; a smaller batch is padded (GPU). Exact up to 8 tokens, then coarser.
+// Batch sizes that a recorded step exists for; a smaller batch is padded (GPU). Exact up to 8
+// tokens, then coarser.
 static int graph_size(int n_tokens) {
   int step = n_tokens <= 8 ? 1 : n_tokens <= 64 ? 8 : 32;
   return (n_tokens + step - 1) / step * step;
@@ -356,8 +393,8 @@ typedef struct {
 
 struct Step {
   int n_rows;
-  int* tokens;  // [R] what each row sampled
-  int* slot;    // [R] for whom
+  int* tokens;            // [R] what each row sampled
+  int* slot;              // [R] for whom
   double submitted, end;  // seconds on now()'s clock
 };
 
@@ -373,14 +410,17 @@ struct Engine {
   Step step[IN_FLIGHT];
   int submitted, collected;
   CpuScratch cpu;
-  float* cpu_logits;   // [slots, padded V]
-  int* cpu_sampled;    // [slots] the token each slot sampled last
+  float* cpu_logits;  // [slots, padded V]
+  int* cpu_sampled;   // [slots] the token each slot sampled last
   struct Gpu* gpu;
 };
 
-static void engine_kv_bytes(const Device* d, const Config* c, EngineSize s, size_t* k_bytes, size_t* v_bytes) {
-  size_t blocks = s.n_blocks ? (size_t)s.n_blocks : (size_t)s.max_slots * ((s.max_positions + KV_BLOCK - 1) / KV_BLOCK);
-  size_t wide = (c->head_dim + d->api->key_multiple - 1) / d->api->key_multiple * d->api->key_multiple;
+static void engine_kv_bytes(const Device* d, const Config* c, EngineSize s, size_t* k_bytes,
+                            size_t* v_bytes) {
+  size_t blocks = s.n_blocks ? (size_t)s.n_blocks
+                             : (size_t)s.max_slots * ((s.max_positions + KV_BLOCK - 1) / KV_BLOCK);
+  size_t wide =
+      (c->head_dim + d->api->key_multiple - 1) / d->api->key_multiple * d->api->key_multiple;
   size_t rows = blocks * KV_BLOCK * c->n_layers * c->n_kv_heads;
   *k_bytes = rows * wide * sizeof(f16);
   *v_bytes = rows * c->head_dim * sizeof(f16);
@@ -397,8 +437,8 @@ static void engine_close(Engine* e) {
   memset(e, 0, sizeof *e);
 }
 
-// ROW_SKIPPED when it would not fit the budget, ROW_OOM when the device refused although it should have fitted; err says what
-// and by how much, and nothing stays allocated.
+// ROW_SKIPPED when it would not fit the budget, ROW_OOM when the device refused although it should
+// have fitted; err says what and by how much, and nothing stays allocated.
 static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize size, char* err) {
   memset(e, 0, sizeof *e);
   e->device = d;
@@ -408,11 +448,13 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   size_t k_bytes, v_bytes, used = d->api->used(), left = d->limit > used ? d->limit - used : 0;
   engine_kv_bytes(d, &w->config, size, &k_bytes, &v_bytes);
   if (k_bytes + v_bytes > left) {
-    snprintf(err, ERR_LEN, "KV needs %.1f GiB, %.1f GiB left", (k_bytes + v_bytes) / GIB, left / GIB);
+    snprintf(err, ERR_LEN, "KV needs %.1f GiB, %.1f GiB left", (k_bytes + v_bytes) / GIB,
+             left / GIB);
     return ROW_SKIPPED;
   }
   int max_blocks = (size.max_positions + KV_BLOCK - 1) / KV_BLOCK;
-  blocks_init(&e->blocks, size.n_blocks ? size.n_blocks : size.max_slots * max_blocks, max_blocks, size.max_slots);
+  blocks_init(&e->blocks, size.n_blocks ? size.n_blocks : size.max_slots * max_blocks, max_blocks,
+              size.max_slots);
   e->seed = (uint32_t*)xcalloc(size.max_slots, sizeof *e->seed);
   e->temperature = (float*)xcalloc(size.max_slots, sizeof *e->temperature);
   for (int i = 0; i < IN_FLIGHT; i++) {
@@ -427,8 +469,11 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   e->kv.v = (f16*)device_alloc(d, MEM_KV, v_bytes);
   if (e->kv.k && e->kv.v && d->api->engine_open(e)) return ROW_OK;
   RowStatus status = d->refused ? ROW_OOM : ROW_SKIPPED;
-  snprintf(err, ERR_LEN, "working memory does not fit beside %.1f GiB of KV: %.1f GiB left", (k_bytes + v_bytes) / GIB, left / GIB);
-  if (d->refused) snprintf(err, ERR_LEN, "out of memory, although %.1f GiB were left for %.1f GiB of KV", left / GIB, (k_bytes + v_bytes) / GIB);
+  snprintf(err, ERR_LEN, "working memory does not fit beside %.1f GiB of KV: %.1f GiB left",
+           (k_bytes + v_bytes) / GIB, left / GIB);
+  if (d->refused)
+    snprintf(err, ERR_LEN, "out of memory, although %.1f GiB were left for %.1f GiB of KV",
+             left / GIB, (k_bytes + v_bytes) / GIB);
   engine_close(e);
   return status;
 }
@@ -454,25 +499,26 @@ static const Step* engine_collect(Engine* e) {
   return s;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Roofline: the work of a step, counted, and the time it must take on a device with these ceilings (Williams et al. 2009;
-// article 2, sections 2.1 and 2.2).
+// ---- Roofline: the work of a step, counted, and the time it must take on a device with these
+// ceilings (Williams et al. 2009; article 2, sections 2.1 and 2.2).
 
 typedef struct {
   double weight_bytes;  // read once however many tokens share them
-  double kv_bytes;      // read for every sequence, written for every token: what batching cannot share
+  double kv_bytes;  // read for every sequence, written for every token: what batching cannot share
   double flops;
-  double noreuse_bytes; // if every token re-read the weights
+  double noreuse_bytes;  // if every token re-read the weights
 } Work;
 
 static Work count_work(const Config* c, const Batch* b) {
   double D = c->dim, V = c->vocab_size, att = (double)c->n_heads * c->head_dim;
-  double layer = D * qkv_width(c) + att * D + 3 * D * c->hidden_dim, kv = (double)kv_bytes_per_token(c);
+  double layer = D * qkv_width(c) + att * D + 3 * D * c->hidden_dim,
+         kv = (double)kv_bytes_per_token(c);
   Work w = {0, 0, 0, 0};
   double body = 2 * c->n_layers * layer, head = b->n_rows ? 2 * V * D : 0;
   w.weight_bytes = body + head + 2.0 * b->n_tokens * D;
   w.noreuse_bytes = body * b->n_tokens + head * b->n_rows;
-  w.flops = body * b->n_tokens + head * b->n_rows;  // 2 bytes and 2 FLOPs per weight: the same number
+  w.flops =
+      body * b->n_tokens + head * b->n_rows;  // 2 bytes and 2 FLOPs per weight: the same number
   for (int t = 0; t < b->n_tokens; t++) {
     bool last_of_run = t + 1 == b->n_tokens || b->slot[t + 1] != b->slot[t];
     w.kv_bytes += kv + (last_of_run ? kv * b->pos[t] : 0);
@@ -499,9 +545,9 @@ static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, doubl
   s->flops += w.flops;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Scheduler: who runs in the next step. Here the fixed batch of an offline job (article 1, section 1): all requests start
-// together, every prompt is read before anyone decodes, nobody leaves before the end.
+// ---- Scheduler: who runs in the next step. Here the fixed batch of an offline job (article 1,
+// section 1): all requests start together, every prompt is read before anyone decodes, nobody
+// leaves before the end.
 
 typedef struct {
   Request* requests;
@@ -545,13 +591,15 @@ static void batch_add(Planned* p, Request* r, int owner, int pos, bool sample) {
   b->n_tokens++;
 }
 
-// Fills p with the next step: prompts first, in chunks; once all are read, one token of every sequence that still grows.
+// Fills p with the next step: prompts first, in chunks; once all are read, one token of every
+// sequence that still grows.
 static bool plan_step(Engine* e, const Workload* w, Planned* p) {
   p->batch.n_tokens = p->batch.n_rows = 0;
   for (int i = 0; i < w->n && p->batch.n_tokens < w->step_tokens; i++) {
     Request* r = &w->requests[i];
     while (!r->done && r->n_cached < r->n_given && p->batch.n_tokens < w->step_tokens) {
-      if (!blocks_grow(&e->blocks, r->slot, r->n_cached + 1)) die("the KV pool is smaller than its requests");
+      if (!blocks_grow(&e->blocks, r->slot, r->n_cached + 1))
+        die("the KV pool is smaller than its requests");
       batch_add(p, r, i, r->n_cached, r->n_cached == r->n_given - 1);
       r->n_cached++;
     }
@@ -560,26 +608,30 @@ static bool plan_step(Engine* e, const Workload* w, Planned* p) {
   for (int i = 0; i < w->n && p->decode; i++) {
     Request* r = &w->requests[i];
     if (r->done || r->n_ordered >= r->max_new) continue;
-    if (!blocks_grow(&e->blocks, r->slot, r->n_cached + 1)) die("the KV pool is smaller than its requests");
+    if (!blocks_grow(&e->blocks, r->slot, r->n_cached + 1))
+      die("the KV pool is smaller than its requests");
     batch_add(p, r, i, r->n_cached, true);
     r->n_cached++;
   }
   return p->batch.n_tokens > 0;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The engine loop: plan, submit, collect. Without an end token to watch for, up to IN_FLIGHT steps are queued ahead.
+// ---- The engine loop: plan, submit, collect. Without an end token to watch for, up to IN_FLIGHT
+// steps are queued ahead.
 
 typedef struct {
   StepTotals prefill, decode;
-  double start, end;
+  double start, prefill_end, end;
 } RunStats;
 
-static void collect_step(Engine* e, const Workload* w, const Planned* p, RunStats* stats, double* previous_end) {
+static void collect_step(Engine* e, const Workload* w, const Planned* p, RunStats* stats,
+                         double* previous_end) {
   const Step* s = engine_collect(e);
   double begin = fmax(*previous_end, s->submitted);
-  add_step(p->decode ? &stats->decode : &stats->prefill, e->device, p->work, p->batch.n_tokens, s->end - begin);
+  add_step(p->decode ? &stats->decode : &stats->prefill, e->device, p->work, p->batch.n_tokens,
+           s->end - begin);
   *previous_end = stats->end = s->end;
+  if (!p->decode) stats->prefill_end = s->end;
   for (int i = 0; i < s->n_rows; i++) {
     Request* r = &w->requests[p->owner[i]];
     if (r->done) continue;  // a step that was under way when the end token came
@@ -590,12 +642,14 @@ static void collect_step(Engine* e, const Workload* w, const Planned* p, RunStat
   }
 }
 
-// Runs all requests (at most max_slots) to their end, to the time limit (seconds, for warm-ups) or to Ctrl-C; false if cut short.
+// Runs all requests (at most max_slots) to their end, to the time limit (seconds, for warm-ups) or
+// to Ctrl-C; false if cut short.
 static bool run_requests(Engine* e, const Workload* w, double time_limit, RunStats* stats) {
   Planned planned[IN_FLIGHT];
   memset(planned, 0, sizeof planned);
   memset(stats, 0, sizeof *stats);
-  for (int i = 0; i < IN_FLIGHT; i++) planned_init(&planned[i], w->step_tokens > w->n ? w->step_tokens : w->n, w->n);
+  for (int i = 0; i < IN_FLIGHT; i++)
+    planned_init(&planned[i], w->step_tokens > w->n ? w->step_tokens : w->n, w->n);
   stats->start = now();
   for (int i = 0; i < w->n; i++) {
     Request* r = &w->requests[i];
@@ -618,22 +672,29 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
       engine_submit(e, &p->batch);
       submitted++;
     }
-    if (submitted - collected == depth || (!more && collected < submitted)) collect_step(e, w, &planned[collected++ % IN_FLIGHT], stats, &previous_end);
+    if (submitted - collected == depth || (!more && collected < submitted))
+      collect_step(e, w, &planned[collected++ % IN_FLIGHT], stats, &previous_end);
   }
-  for (int i = 0; i < w->n; i++) blocks_release(&e->blocks, w->requests[i].slot);
+  for (int i = 0; i < w->n; i++) {
+    Request* r = &w->requests[i];
+    if (r->n_new > 0)
+      r->time[0] =
+          stats->prefill_end;  // a fixed batch answers as one, when its last prompt has been read
+    blocks_release(&e->blocks, r->slot);
+  }
   for (int i = 0; i < IN_FLIGHT; i++) planned_free(&planned[i]);
   return !cut;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The CPU as a device: a step is done when submit returns.
+// ---- The CPU as a device: a step is done when submit returns.
 
 static bool cpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
   (void)packed;  // there is one layout
 #pragma omp parallel for schedule(static)
   for (int row = 0; row < from->rows; row++)
     for (int col = 0; col < from->cols; col++)
-      m->w[panel_index(map_row(map, row), col, m->k)] = tensor_at(from, (size_t)row * from->cols + col);
+      m->w[panel_index(map_row(map, row), col, m->k)] =
+          tensor_at(from, (size_t)row * from->cols + col);
   return true;
 }
 
@@ -649,7 +710,8 @@ static int cpu_slices(int n, int k) {
 
 static bool cpu_engine_open(Engine* e) {
   const Config* c = &e->w->config;
-  size_t T = e->size.max_tokens, R = e->size.max_slots, wide = padded_rows(2 * c->hidden_dim > c->dim ? 2 * c->hidden_dim : c->dim);
+  size_t T = e->size.max_tokens, R = e->size.max_slots,
+         wide = padded_rows(2 * c->hidden_dim > c->dim ? 2 * c->hidden_dim : c->dim);
   CpuScratch* s = &e->cpu;
   s->positions = (e->size.max_positions + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK;
   struct {
@@ -685,7 +747,8 @@ static void cpu_submit(Engine* e, const Batch* b, Step* s) {
   for (int r = 0; r < b->n_rows; r++) {
     int slot = b->slot[b->row[r]];
     const float* logits = e->cpu_logits + (size_t)r * padded_rows(c->vocab_size);
-    s->tokens[r] = sample_cpu(logits, c->vocab_size, e->temperature[slot], hash32(e->seed[slot] ^ hash32(b->pos[b->row[r]])));
+    s->tokens[r] = sample_cpu(logits, c->vocab_size, e->temperature[slot],
+                              hash32(e->seed[slot] ^ hash32(b->pos[b->row[r]])));
     e->cpu_sampled[slot] = s->tokens[r];
   }
   s->end = now();
@@ -698,23 +761,41 @@ static void cpu_collect(Engine* e, Step* s) {
 
 static void cpu_copy_logits(Engine* e, int rows, float* out) {
   int vocab = e->w->config.vocab_size;
-  for (int r = 0; r < rows; r++) memcpy(out + (size_t)r * vocab, e->cpu_logits + (size_t)r * padded_rows(vocab), vocab * sizeof(float));
+  for (int r = 0; r < rows; r++)
+    memcpy(out + (size_t)r * vocab, e->cpu_logits + (size_t)r * padded_rows(vocab),
+           vocab * sizeof(float));
 }
 
 static const Backend cpu_backend = {
-    cpu_open, cpu_probe_bandwidth, cpu_probe_rate, cpu_used, cpu_alloc, free, cpu_upload, PANEL, 1,
-    cpu_slices, cpu_fill, cpu_engine_open, cpu_engine_close, cpu_submit, cpu_collect, cpu_copy_logits,
+    cpu_open,
+    cpu_probe_bandwidth,
+    cpu_probe_rate,
+    cpu_used,
+    cpu_alloc,
+    free,
+    cpu_upload,
+    PANEL,
+    1,
+    cpu_slices,
+    cpu_fill,
+    cpu_engine_open,
+    cpu_engine_close,
+    cpu_submit,
+    cpu_collect,
+    cpu_copy_logits,
 };
-// ---------------------------------------------------------------------------------------------------------------------
-// Kernels. All data that a matrix unit multiplies lies in memory the way its registers want it, so that a load is one
-// 128-bit access per lane, 512 contiguous bytes per warp, with no shared memory and no shuffling in between:
+// ---- Kernels. All data that a matrix unit multiplies lies in memory the way its registers want
+// it, so that a load is one 128-bit access per lane, 512 contiguous bytes per warp, with no shared
+// memory and no shuffling in between:
 //
-//   mma m16n8k16: D[16 rows, 8 tokens] += A[16, 16] . B[16, 8]. Lane = 4 g + t (g 0..7, t 0..3) holds
+//   mma m16n8k16: D[16 rows, 8 tokens] += A[16, 16] . B[16, 8]. Lane = 4 g + t (g 0..7, t 0..3)
+//   holds
 //     A: rows g and g + 8, B: token g, D: rows g and g + 8 of tokens 2t and 2t + 1.
 //
-// A sum over k may be taken in any order as long as A and B agree on it, so lane t takes the 8 CONSECUTIVE k's 8t .. 8t+7 of
-// every 32: two mmas' worth. For an activation row, plain row-major memory then already is the fragment: 16 bytes at 8t.
-// Weights are A, packed once at load into 16 x 32 tiles of 1 KB; tokens are B's columns, so 1 to 8 tokens cost the same.
+// A sum over k may be taken in any order as long as A and B agree on it, so lane t takes the 8
+// CONSECUTIVE k's 8t .. 8t+7 of every 32: two mmas' worth. For an activation row, plain row-major
+// memory then already is the fragment: 16 bytes at 8t. Weights are A, packed once at load into 16 x
+// 32 tiles of 1 KB; tokens are B's columns, so 1 to 8 tokens cost the same.
 
 #ifdef __CUDACC__
 
@@ -725,12 +806,13 @@ __host__ __device__ static inline size_t packed_index(int row, int col, int k) {
   size_t tile = (size_t)(row / TILE_ROWS) * (k / TILE_K) + col / TILE_K;
   int r = row % TILE_ROWS, c = col % TILE_K;
   int lane = (r % 8) * 4 + c / 8;
-  int mma = (c % 8) / 4;                     // which of the tile's two mmas
-  int reg = r / 8 + 2 * ((c % 4) / 2);       // a0: row g, a1: row g + 8, a2 and a3: their next pair of k
+  int mma = (c % 8) / 4;                // which of the tile's two mmas
+  int reg = r / 8 + 2 * ((c % 4) / 2);  // a0: row g, a1: row g + 8, a2 and a3: their next pair of k
   return tile * TILE_HALVES + mma * (TILE_HALVES / 2) + lane * 8 + reg * 2 + c % 2;
 }
 
-// V of one cache block [16 tokens, K] for p . v: lane (g, t) finds tokens 4t .. 4t+3 of dims g and g + 8 in 16 bytes.
+// V of one cache block [16 tokens, K] for p . v: lane (g, t) finds tokens 4t .. 4t+3 of dims g and
+// g + 8 in 16 bytes.
 __device__ static inline int v_index(int token, int dim) {
   return (dim / 16) * 256 + (dim % 8) * 32 + (token / 4) * 8 + ((dim / 8) % 2) * 4 + token % 4;
 }
@@ -746,24 +828,30 @@ __device__ static inline uint4 load_weights(const uint4* p) {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800  // Turing: the same product in two halves of k
 __device__ static inline void mma(float d[4], uint4 a, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a.x), "r"(a.y), "r"(b0));
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a.z), "r"(a.w), "r"(b1));
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(b0));
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.z), "r"(a.w), "r"(b1));
 }
 #else
 __device__ static inline void mma(float d[4], uint4 a, uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 #endif
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-__device__ static inline void copy_async(void* shared, const void* global) {
-  *(uint4*)shared = *(const uint4*)global;
+__device__ static inline void copy_async(void* shared, const void* global, bool wanted) {
+  if (wanted) *(uint4*)shared = *(const uint4*)global;
 }
 __device__ static inline void copy_commit() {
 }
@@ -771,8 +859,13 @@ template <int PENDING>
 __device__ static inline void copy_wait() {
 }
 #else
-__device__ static inline void copy_async(void* shared, const void* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)), "l"(global) : "memory");
+// Predicated, not branched around, so that copies are issued in between mmas.
+__device__ static inline void copy_async(void* shared, const void* global, bool wanted) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(
+          (uint32_t)__cvta_generic_to_shared(shared)),
+      "l"(global), "r"((int)wanted)
+      : "memory");
 }
 __device__ static inline void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -783,9 +876,9 @@ __device__ static inline void copy_wait() {
 }
 #endif
 
-// Programmatic dependent launch: a kernel starts while the one before it drains, and waits here before it touches anything
-// that kernel wrote. What it loads before the wait (weights) is in flight meanwhile. Every kernel of a step waits, so a
-// kernel's end implies the end of all before it.
+// Programmatic dependent launch: a kernel starts while the one before it drains, and waits here
+// before it touches anything that kernel wrote. What it asks for before the wait (weights) arrives
+// meanwhile. Every kernel of a step waits, so a kernel's end implies the end of all before it.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ static inline void wait_for_previous() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -796,18 +889,21 @@ __device__ static inline void wait_for_previous() {
 }
 #endif
 
-typedef struct {  // the step's token list on the device
+typedef struct {               // the step's token list on the device
   int *id, *pos, *slot, *row;  // as in Batch
-  int4* run;                   // [runs] attention: first token, number of tokens, slot, first position
-  int* table;                  // [slots, max_blocks]
+  int4* run;   // [runs] attention: first token, number of tokens, slot, first position
+  int* table;  // [slots, max_blocks]
 } DeviceBatch;
 
 // x[T, D] = embedding of each token; an id of -1 is the token its slot sampled last.
-__global__ void embed_kernel(float* x, const half* embed, DeviceBatch b, const int* sampled, int dim, bool packed) {
+__global__ void embed_kernel(float* x, const half* embed, DeviceBatch b, const int* sampled,
+                             int dim, bool packed) {
   wait_for_previous();
   int t = blockIdx.x, id = b.id[t];
   if (id < 0) id = sampled[b.slot[t]];
-  for (int i = threadIdx.x; i < dim; i += blockDim.x) x[(size_t)t * dim + i] = __half2float(embed[packed ? packed_index(id, i, dim) : (size_t)id * dim + i]);
+  for (int i = threadIdx.x; i < dim; i += blockDim.x)
+    x[(size_t)t * dim + i] =
+        __half2float(embed[packed ? packed_index(id, i, dim) : (size_t)id * dim + i]);
 }
 
 __device__ static inline float add(float a, float b) {
@@ -842,31 +938,41 @@ __device__ static inline float square4(float4 v) {
 
 // Four elements of x * scale * weight, as fp16.
 __device__ static inline uint2 norm4(float4 x, float scale, float4 w) {
-  half2 lo = __floats2half2_rn(x.x * scale * w.x, x.y * scale * w.y), hi = __floats2half2_rn(x.z * scale * w.z, x.w * scale * w.w);
+  half2 lo = __floats2half2_rn(x.x * scale * w.x, x.y * scale * w.y),
+        hi = __floats2half2_rn(x.z * scale * w.z, x.w * scale * w.w);
   return make_uint2(*(uint32_t*)&lo, *(uint32_t*)&hi);
 }
 
-// A linear layer's result where its k slices were left unsummed: added in index order, see "Linear layers".
+typedef struct {  // a linear layer's result whose k slices may still be apart: [slices, T, n], see
+                  // "Linear layers"
+  const float* y;
+  int slices;     // 0 = there is no such result
+  size_t stride;  // floats from one slice to the next
+} Unsummed;
+
+// Element i (of type V) of the result: the slices added in index order, all loads first.
 template <typename V>
-__device__ static inline V sum_slices(const V* y, int slices, size_t stride) {
-  V part[MAX_SLICES], sum = y[0];
-#pragma unroll
-  for (int s = 1; s < MAX_SLICES; s++)  // all loads first
-    if (s < slices) part[s] = y[s * stride];
+__device__ static inline V sum_slices(Unsummed u, size_t i) {
+  V part[MAX_SLICES], sum = ((const V*)u.y)[i];
 #pragma unroll
   for (int s = 1; s < MAX_SLICES; s++)
-    if (s < slices) sum = add(sum, part[s]);
+    if (s < u.slices) part[s] = ((const V*)(u.y + s * u.stride))[i];
+#pragma unroll
+  for (int s = 1; s < MAX_SLICES; s++)
+    if (s < u.slices) sum = add(sum, part[s]);
   return sum;
 }
 
-// x[T, D] += the slices of a linear layer's result, in order; normed[R, D] = RMSNorm(x) * weight, as fp16.
-// One block per output row; row[r] names the token (NULL: all of them). D is a multiple of 4. Twin: rms_norm.
-__global__ void __launch_bounds__(NORM_THREADS) add_norm_kernel(half* normed, float* x, const float* y, int slices, size_t slice_stride, const float* weight, const int* row, int dim, float eps) {
+// x[T, D] += the slices of a linear layer's result, in order; normed[R, D] = RMSNorm(x) * weight,
+// as fp16. One block per output row; row[r] names the token (NULL: all of them). D is a multiple
+// of 4. Twin: rms_norm.
+__global__ void __launch_bounds__(NORM_THREADS)
+    add_norm_kernel(half* normed, float* x, Unsummed y, const float* weight, const int* row,
+                    int dim, float eps) {
   enum { MOST = 8 };  // D up to 8 x 4 x 256 = 8192
   wait_for_previous();
   int t = row ? row[blockIdx.x] : blockIdx.x;
   float4* xt = (float4*)(x + (size_t)t * dim);
-  const float4* yt = (const float4*)(y + (size_t)t * dim);
   float4 v[MOST];
   float sum[1] = {0};
 #pragma unroll
@@ -874,7 +980,7 @@ __global__ void __launch_bounds__(NORM_THREADS) add_norm_kernel(half* normed, fl
     int at = i * NORM_THREADS + threadIdx.x;
     if (at >= dim / 4) break;
     v[i] = xt[at];
-    if (slices) xt[at] = v[i] = add(v[i], sum_slices(yt + at, slices, slice_stride / 4));
+    if (y.slices) xt[at] = v[i] = add(v[i], sum_slices<float4>(y, (size_t)t * dim / 4 + at));
     sum[0] += square4(v[i]);
   }
   block_sums<1>(sum);
@@ -883,12 +989,12 @@ __global__ void __launch_bounds__(NORM_THREADS) add_norm_kernel(half* normed, fl
   for (int i = 0; i < MOST; i++) {
     int at = i * NORM_THREADS + threadIdx.x;
     if (at >= dim / 4) break;
-    ((uint2*)(normed + (size_t)blockIdx.x * dim))[at] = norm4(v[i], scale, ((const float4*)weight)[at]);
+    ((uint2*)(normed + (size_t)blockIdx.x * dim))[at] =
+        norm4(v[i], scale, ((const float4*)weight)[at]);
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Where q, k and v go.
+// ---- Where q, k and v go.
 
 typedef struct {
   half* k;  // [L, blocks, G, 16, KD]  KD = K rounded up to 32, the rest zero
@@ -901,23 +1007,27 @@ __host__ __device__ static inline int key_width(int head_dim) {
   return (head_dim + 31) / 32 * 32;
 }
 
-__device__ static inline size_t kv_block(const DeviceKV* kv, const int* table, int slot, int pos, int g) {
+__device__ static inline size_t kv_block(const DeviceKV* kv, const int* table, int slot, int pos,
+                                         int g) {
   int block = table[(size_t)slot * kv->max_blocks + pos / KV_BLOCK];
   return (((size_t)kv->layer * kv->n_blocks + block) * kv->kv_heads + g) * KV_BLOCK;
 }
 
 typedef struct {  // what becomes of qkv's results
-  half* q;              // [T, H, KD]
+  half* q;        // [T, H, KD]
   DeviceKV kv;
-  const float2* angles; // [positions, K/2] cosine and sine
+  const float2* angles;  // [positions, K/2] cosine and sine
   DeviceBatch batch;
   int head_dim;
 } QkvTarget;
 
-// Elements i and i + K/2 of one head of token t: rotated if q or k, then to q or, as fp16, into the cache. Twin: rope_and_store.
-__device__ static inline void store_qkv(const QkvTarget* to, int t, int head, int i, float first, float second) {
+// Elements i and i + K/2 of one head of token t: rotated if q or k, then to q or, as fp16, into the
+// cache. Twin: rope_and_store.
+__device__ static inline void store_qkv(const QkvTarget* to, int t, int head, int i, float first,
+                                        float second) {
   const DeviceKV* kv = &to->kv;
-  int slot = to->batch.slot[t], pos = to->batch.pos[t], half_dim = to->head_dim / 2, width = key_width(to->head_dim);
+  int slot = to->batch.slot[t], pos = to->batch.pos[t], half_dim = to->head_dim / 2,
+      width = key_width(to->head_dim);
   if (slot < 0) return;  // padding
   half* row = to->q + ((size_t)t * kv->heads + head) * width;
   int g = head - kv->heads, first_at = i, second_at = i + half_dim;
@@ -927,7 +1037,8 @@ __device__ static inline void store_qkv(const QkvTarget* to, int t, int head, in
     second = second * a.x + first * a.y;
     first = rotated;
   }
-  if (g >= 0 && g < kv->kv_heads) row = kv->k + (kv_block(kv, to->batch.table, slot, pos, g) + pos % KV_BLOCK) * width;
+  if (g >= 0 && g < kv->kv_heads)
+    row = kv->k + (kv_block(kv, to->batch.table, slot, pos, g) + pos % KV_BLOCK) * width;
   if (g >= kv->kv_heads) {
     row = kv->v + kv_block(kv, to->batch.table, slot, pos, g - kv->kv_heads) * to->head_dim;
     first_at = v_index(pos % KV_BLOCK, i);
@@ -938,22 +1049,23 @@ __device__ static inline void store_qkv(const QkvTarget* to, int t, int head, in
 }
 
 // Adds up the slices of qkv and stores them. A thread per pair; blockIdx.x = token.
-__global__ void rope_kernel(QkvTarget to, const float* qkv, int slices, size_t slice_stride) {
+__global__ void rope_kernel(QkvTarget to, Unsummed qkv) {
   wait_for_previous();
   int t = blockIdx.x, half_dim = to.head_dim / 2, heads = to.kv.heads + 2 * to.kv.kv_heads;
-  int head = (blockIdx.y * blockDim.x + threadIdx.x) / half_dim, i = (blockIdx.y * blockDim.x + threadIdx.x) % half_dim;
+  int head = (blockIdx.y * blockDim.x + threadIdx.x) / half_dim,
+      i = (blockIdx.y * blockDim.x + threadIdx.x) % half_dim;
   if (head >= heads) return;
-  const float* y = qkv + ((size_t)t * heads + head) * to.head_dim + i / 8 * 16 + i % 8;
-  store_qkv(&to, t, head, i, sum_slices(y, slices, slice_stride), sum_slices(y + 8, slices, slice_stride));
+  size_t at = ((size_t)t * heads + head) * to.head_dim + i / 8 * 16 + i % 8;
+  store_qkv(&to, t, head, i, sum_slices<float>(qkv, at), sum_slices<float>(qkv, at + 8));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Linear layers, y[T, n] = x[T, k] . w[n, k]^T, as a ladder of four kernels.
+// ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, as a ladder of four kernels.
 //
-// Identical answers at every batch size need one summation order. For a matrix (n, k) it is: K is cut into `slices`, chosen
-// from (n, k) alone; inside a slice one chain of mmas, k ascending; the slices are added in index order. How tokens and
-// rows are spread over warps and blocks cannot change a bit. The tile kernel may leave the slices unsummed in y[slices, T, n]
-// when that gives the machine enough blocks; the kernel that reads y next adds them in the same order.
+// Identical answers at every batch size need one summation order. For a matrix (n, k) it is: K is
+// cut into `slices`, chosen from (n, k) alone; inside a slice one chain of mmas, k ascending; the
+// slices are added in index order. How tokens and rows are spread over warps and blocks cannot
+// change a bit. The tile kernel may leave the slices unsummed in y[slices, T, n] when that gives
+// the machine enough blocks; the kernel that reads y next adds them in the same order.
 
 typedef enum {
   OUT_FLOAT,     // y[T, n], fp32
@@ -962,43 +1074,50 @@ typedef enum {
   OUT_QKV,       // see store_qkv (few tokens only)
 } Output;
 
-__host__ __device__ static inline int slice_start(int slice, int slices, int k) {
-  return slice * (k / TILE_K) / slices;  // in tiles of 32
+__device__ static inline int slice_start(Matrix m, int slice) {
+  return slice * (m.k / TILE_K) / m.slices;  // in tiles of 32
 }
 
 __device__ static inline float silu_mul(float gate, float up) {
   return gate / (1.0f + __expf(-gate)) * up;
 }
 
-// Rungs 1 and 2: LANES threads per output and token, row-major weights, 16 bytes a load. With 1 (naive) neighbouring threads
-// read rows k apart and only the caches save it. With 32 (GEMV, a warp per row) loads are as wide as can be, near the memory
-// roofline at batch 1; but every sequence reads all weights again, so batching buys nothing: the lower line of
-// throughput.png, and the reason for everything below.
+// Rungs 1 and 2: LANES threads per output and token, row-major weights, 16 bytes a load. With 1
+// (naive) neighbouring threads read rows k apart and only the caches save it. With 32 (GEMV, a warp
+// per row) loads are as wide as can be, near the memory roofline at batch 1; but every sequence
+// reads all weights again, so batching buys nothing: the lower line of throughput.png, and the
+// reason for everything below.
 template <int LANES>
-__global__ void matmul_rows_kernel(void* out, Output mode, const half* x, const half* w, int n, int k) {
+__global__ void matmul_rows_kernel(void* out, Output mode, const half* x, Matrix m) {
   wait_for_previous();
-  int outputs = mode == OUT_SWIGLU ? n / 2 : n, t = blockIdx.y, lane = threadIdx.x % LANES;
+  int k = m.k, outputs = mode == OUT_SWIGLU ? m.n / 2 : m.n, t = blockIdx.y,
+      lane = threadIdx.x % LANES;
   int i = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   if (i >= outputs) return;
   float sum[2] = {0, 0};  // the row; SwiGLU: gate and, 8 rows on, up
   for (int part = 0; part <= (mode == OUT_SWIGLU); part++) {
-    const half* row = w + (size_t)(mode == OUT_SWIGLU ? i / 8 * 16 + i % 8 + 8 * part : i) * k;
+    const half* row =
+        (const half*)m.w + (size_t)(mode == OUT_SWIGLU ? i / 8 * 16 + i % 8 + 8 * part : i) * k;
     for (int j = lane * 8; j < k; j += LANES * 8) {
       uint4 wv = *(const uint4*)(row + j), xv = *(const uint4*)(x + (size_t)t * k + j);
       const half *w8 = (const half*)&wv, *x8 = (const half*)&xv;
 #pragma unroll
       for (int e = 0; e < 8; e++) sum[part] += __half2float(w8[e]) * __half2float(x8[e]);
     }
-    for (int offset = LANES / 2; offset > 0; offset /= 2) sum[part] += __shfl_xor_sync(~0u, sum[part], offset);
+    for (int offset = LANES / 2; offset > 0; offset /= 2)
+      sum[part] += __shfl_xor_sync(~0u, sum[part], offset);
   }
   if (lane > 0) return;
-  if (mode == OUT_SWIGLU) ((half*)out)[(size_t)t * outputs + i] = __float2half(silu_mul(sum[0], sum[1]));
+  if (mode == OUT_SWIGLU)
+    ((half*)out)[(size_t)t * outputs + i] = __float2half(silu_mul(sum[0], sum[1]));
   if (mode == OUT_FLOAT) ((float*)out)[(size_t)t * outputs + i] = sum[0];
 }
 
-// Writes one lane's share of a 16 x 8 result tile: d = {row g of tokens 2t, 2t+1, row g + 8 of the same}.
+// Writes one lane's share of a 16 x 8 result tile: d = {row g of tokens 2t, 2t+1, row g + 8 of the
+// same}.
 template <Output MODE>
-__device__ static inline void store_tile(void* out, const float d[4], int row0, int token0, int n, int n_tokens) {
+__device__ static inline void store_tile(void* out, const float d[4], int row0, int token0, int n,
+                                         int n_tokens) {
   int lane = threadIdx.x % WARP, row = row0 + lane / 4, token = token0 + lane % 4 * 2;
   if (row0 >= n) return;
 #pragma unroll
@@ -1006,10 +1125,12 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
     if (token + i >= n_tokens) return;
     float* y = (float*)out + (size_t)(token + i) * n + row;
     if (MODE == OUT_SWIGLU) {  // gate in row g, its up in row g + 8
-      ((half*)out)[(size_t)(token + i) * (n / 2) + row0 / 2 + lane / 4] = __float2half(silu_mul(d[i], d[i + 2]));
+      ((half*)out)[(size_t)(token + i) * (n / 2) + row0 / 2 + lane / 4] =
+          __float2half(silu_mul(d[i], d[i + 2]));
     } else if (MODE == OUT_QKV) {
       const QkvTarget* to = (const QkvTarget*)out;
-      store_qkv(to, token + i, row0 / to->head_dim, row0 % to->head_dim / 2 + lane / 4, d[i], d[i + 2]);
+      store_qkv(to, token + i, row0 / to->head_dim, row0 % to->head_dim / 2 + lane / 4, d[i],
+                d[i + 2]);
     } else {
       if (row < n) y[0] = MODE == OUT_RESIDUAL ? y[0] + d[i] : d[i];
       if (row + 8 < n) y[8] = MODE == OUT_RESIDUAL ? y[8] + d[i + 2] : d[i + 2];
@@ -1017,11 +1138,13 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
   }
 }
 
-// Rung 3: 1 to 8 tokens, where a step is bound by weights and by latency. A warp owns 16 rows and one slice of k; its weights
-// stream through a ring of 16 loads in flight (8 KB a warp, 64 KB an SM: Little's law at 4.3 TB/s and 0.8 us asks for 26), the
-// first 16 issued before waiting for the previous kernel. What would be a kernel before and after is done in place: RMSNorm of
-// the residual stream on the way in, and RoPE, SwiGLU or the residual addition on the way out. Must move 2 n k bytes.
-enum { SKINNY_WARPS = 8, SKINNY_TOKENS = 8, RING = 8 };
+// Rung 3: 1 to 8 tokens, where a step is bound by weights and by latency. A warp owns 16 rows and
+// one slice of k; its weights stream through a ring of 16 loads in flight (8 KB a warp, 64 KB an
+// SM: Little's law at 4.3 TB/s and 0.8 us asks for 26), the first 16 issued before waiting for the
+// previous kernel. What would be a kernel before and after is done in place: RMSNorm of the
+// residual stream on the way in, and RoPE, SwiGLU or the residual addition on the way out. Must
+// move 2 n k bytes.
+enum { SKINNY_WARPS = 8, SKINNY_TOKENS = 8, RING = 8 };  // ring: in tiles of 1 KB
 
 typedef struct {
   const half* x;        // [T, k] activations, or NULL: normalise these:
@@ -1031,9 +1154,12 @@ typedef struct {
   float eps;
 } SkinnyInput;
 
-// RMSNorm of up to 8 tokens into shared memory, [k / 32][T][32]: rows of 32 k's, as the B fragments want them.
+// RMSNorm of up to 8 tokens into shared memory, [k / 32][T][32]: rows of 32 k's, as the B fragments
+// want them.
 __device__ static void norm_tokens(half* normed, const SkinnyInput* in, int k, int n_tokens) {
-  enum { AT_ONCE = 4 };  // tokens: their loads overlap; the ring of weights leaves registers for no more
+  enum {
+    AT_ONCE = 4
+  };  // tokens whose loads overlap; the ring of weights leaves registers for no more
 #pragma unroll 1
   for (int t0 = 0; t0 < n_tokens; t0 += AT_ONCE) {
     const float4* x[AT_ONCE];
@@ -1054,21 +1180,24 @@ __device__ static void norm_tokens(half* normed, const SkinnyInput* in, int k, i
       uint2* to = (uint2*)(normed + (at / 8 * n_tokens + t0) * TILE_K + at % 8 * 4);
 #pragma unroll
       for (int t = 0; t < AT_ONCE; t++)
-        if (t0 + t < n_tokens) to[t * (TILE_K / 4)] = norm4(x[t][at], rsqrtf(sum[t] / k + in->eps), w);
+        if (t0 + t < n_tokens)
+          to[t * (TILE_K / 4)] = norm4(x[t][at], rsqrtf(sum[t] / k + in->eps), w);
     }
     __syncthreads();
   }
 }
 
 template <Output MODE, bool NORM>
-__global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2) matmul_skinny_kernel(void* out, QkvTarget qkv, SkinnyInput in, const half* w, int n, int k, int slices, int n_tokens) {
+__global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
+    matmul_skinny_kernel(void* out, QkvTarget qkv, SkinnyInput in, Matrix m, int n_tokens) {
   extern __shared__ uint4 shared[];
   __shared__ float partial[SKINNY_WARPS][TILE_ROWS * 8];
   int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-  int row_tile = blockIdx.x * (SKINNY_WARPS / slices) + warp / slices, slice = warp % slices;
-  int start = slice_start(slice, slices, k), count = slice_start(slice + 1, slices, k) - start;
-  if (row_tile * TILE_ROWS >= n) count = 0;
-  const uint4* wp = (const uint4*)w + ((size_t)row_tile * (k / TILE_K) + start) * 64 + lane;
+  int k = m.k, row_tile = blockIdx.x * (SKINNY_WARPS / m.slices) + warp / m.slices,
+      slice = warp % m.slices;
+  int start = slice_start(m, slice), count = slice_start(m, slice + 1) - start;
+  if (row_tile * TILE_ROWS >= m.n) count = 0;
+  const uint4* wp = (const uint4*)m.w + ((size_t)row_tile * (k / TILE_K) + start) * 64 + lane;
   uint4 a[RING][2], b[RING];
 #pragma unroll
   for (int i = 0; i < RING; i++) {
@@ -1078,7 +1207,8 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2) matmul_skinny_kernel(vo
   wait_for_previous();
   if (NORM) norm_tokens((half*)shared, &in, k, n_tokens);
   const int step = NORM ? n_tokens * TILE_K : TILE_K;  // halves from one tile of k to the next
-  const half* xp = NORM ? (const half*)shared + (start * n_tokens + g) * TILE_K + t * 8 : in.x + (size_t)g * k + start * TILE_K + t * 8;
+  const half* xp = NORM ? (const half*)shared + (start * n_tokens + g) * TILE_K + t * 8
+                        : in.x + (size_t)g * k + start * TILE_K + t * 8;
 #pragma unroll
   for (int i = 0; i < RING; i++) {
     b[i] = make_uint4(0, 0, 0, 0);
@@ -1100,99 +1230,129 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2) matmul_skinny_kernel(vo
       }
     }
   }
-  if (slices > 1) {
+  if (m.slices > 1) {
     for (int i = 0; i < 4; i++) partial[warp][i * WARP + lane] = d[i];
     __syncthreads();
     if (slice > 0) return;
-    for (int s = 1; s < slices; s++)
+    for (int s = 1; s < m.slices; s++)
       for (int i = 0; i < 4; i++) d[i] += partial[warp + s][i * WARP + lane];
   }
-  store_tile<MODE>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, 0, n, n_tokens);
+  store_tile<MODE>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, 0, m.n, n_tokens);
 }
 
-// Rung 4: any number of tokens. A block computes ROWS x TOKENS, each warp WARP_ROWS x WARP_TOKENS of it; k runs through a ring
-// of STAGES shared-memory stages of 64, filled by asynchronous copies, the weights of the first stages before waiting for the
-// previous kernel. Weights arrive packed and activations as rows of 32 k's (64 bytes), so fragments leave shared memory as
-// conflict-free 128-bit loads, the weights' a tile ahead of the mmas that use them.
-// Tiles must be large: 64 x 64 a warp reads 128 bytes of shared memory per mma, which that gives in about the mma's own time.
+// Rung 4: any number of tokens. A block computes ROWS x TOKENS, each warp WARP_ROWS x WARP_TOKENS
+// of it; k runs through a ring of STAGES shared-memory stages of 64, filled by asynchronous copies,
+// the weights of the first stages before waiting for the previous kernel. Weights arrive packed and
+// activations as rows of 32 k's (64 bytes), so fragments leave shared memory as conflict-free
+// 128-bit loads, the weights' a tile ahead of the mmas that use them. Tiles must be large: 64 x 64
+// a warp reads 128 bytes of shared memory per mma, which that gives in about the mma's own time.
 // SLICED keeps two sums, of the slice and of all before it, at half the tile.
-// blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = ROWS rows, z = one slice
-// (gridDim.z == slices) or all of them in order (gridDim.z == 1).
-enum { STAGE_TILES = 2 };  // a stage is up to 2 tiles of 32 k's
+// blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = ROWS
+// rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
+enum { STAGE_TILES = 2, MAX_BLOCK_ROWS = 128 };  // k tiles of a stage; rows are padded to this
 
-typedef struct {  // walks k, in tiles of 32, over the slices that a block owns; a stage never crosses a slice's end
+// Walks k, in tiles of 32, over the slices that a block owns. A stage never crosses a slice's end.
+typedef struct {
   int slice, last_slice, at, end;
 } KWalk;
 
-__device__ static inline KWalk walk_begin(int slices, int k) {
-  int first = gridDim.z > 1 ? blockIdx.z : 0, last = gridDim.z > 1 ? blockIdx.z : slices - 1;
-  KWalk w = {first, last, slice_start(first, slices, k), slice_start(first + 1, slices, k)};
-  return w;
-}
-
-__device__ static inline void walk_next(KWalk* w, int slices, int k) {
+__device__ static inline void walk_next(KWalk* w, Matrix m) {
   w->at += STAGE_TILES;
   if (w->at < w->end) return;
   w->slice++;
   w->at = w->end;
-  w->end = slice_start(w->slice + 1, slices, k);
+  w->end = slice_start(m, w->slice + 1);
 }
 
-// Copies one stage's weights, [ROWS / 16][2 k tiles][1 KB]: 128 threads a row tile. w: this thread's place in the block's first
-// one. Row tiles beyond n are left as they are and their products never stored.
+// Copies one stage's weights, [ROWS / 16][2 k tiles][1 KB]: 128 threads a row tile. w: this
+// thread's place in the block's first one. Matrices are padded to whole blocks, so nothing needs to
+// be asked per row.
 template <int ROWS, int THREADS>
-__device__ static inline void stage_weights(uint4* stage, const KWalk* walk, const uint4* w, int row_tiles, int k) {
-  if (walk->slice > walk->last_slice || walk->at + (int)threadIdx.x / 64 % 2 >= walk->end) return;
-  const uint4* from = w + (size_t)walk->at * 64;
+__device__ static inline void stage_weights(uint4* stage, const KWalk* walk, const uint4* w,
+                                            int k) {
+  bool wanted = walk->slice <= walk->last_slice && walk->at + (int)threadIdx.x / 64 % 2 < walk->end;
+  w += (size_t)walk->at * 64;
 #pragma unroll
-  for (int i = 0; i < ROWS / TILE_ROWS; i += THREADS / 128)
-    if (i + (int)threadIdx.x / 128 < row_tiles) copy_async(stage + i * 128 + threadIdx.x, from + (size_t)i * (k / TILE_K) * 64);
+  for (int i = 0; i < ROWS / TILE_ROWS; i += THREADS / 128) {
+    copy_async(stage + i * 128 + threadIdx.x, w, wanted);
+    w += (size_t)k * (2 * THREADS / 128);  // row tiles lie k / 32 x 64 x 16 bytes apart
+  }
 }
 
-// Copies one stage's activations, [2 k tiles][TOKENS][32]. x: this thread's 8 k's in its tokens' rows.
+// Copies one stage's activations, [2 k tiles][TOKENS][32]. x: this thread's 8 k's in its tokens'
+// rows.
 template <int TOKENS, int THREADS>
 __device__ static inline void stage_tokens(uint4* stage, const KWalk* walk, const half* const x[]) {
-  if (walk->slice > walk->last_slice || threadIdx.x >= TOKENS * 4) return;
+  bool wanted = walk->slice <= walk->last_slice && threadIdx.x < TOKENS * 4;
 #pragma unroll
-  for (int kt = 0; kt < STAGE_TILES; kt++)
+  for (int i = 0; i * THREADS < TOKENS * 4; i++) {
+    const half* from = x[i] + walk->at * TILE_K;
 #pragma unroll
-    for (int i = 0; i * THREADS < TOKENS * 4; i++)
-      if (walk->at + kt < walk->end) copy_async(stage + kt * TOKENS * 4 + i * THREADS + threadIdx.x, x[i] + (walk->at + kt) * TILE_K);
+    for (int kt = 0; kt < STAGE_TILES; kt++)
+      copy_async(stage + kt * TOKENS * 4 + i * THREADS + threadIdx.x, from + kt * TILE_K,
+                 wanted && walk->at + kt < walk->end);
+  }
 }
 
-template <Output MODE, bool SLICED, int ROWS, int TOKENS, int WARP_ROWS, int WARP_TOKENS, int STAGES>
-__global__ void __launch_bounds__(ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP, ROWS * TOKENS >= 16384 && (SLICED || ROWS > 128) ? 1 : 2) matmul_tile_kernel(void* out, const half* x, const half* w, int n, int k, int slices, int n_tokens) {
-  constexpr int THREADS = ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP, MT = WARP_ROWS / TILE_ROWS, NT = WARP_TOKENS / 8,
-                X_ROWS = (TOKENS * 4 + THREADS - 1) / THREADS, WEIGHTS = ROWS / TILE_ROWS * STAGE_TILES * 64,
+// One k tile of a warp: d += a . b. Two token tiles at a time, so that an accumulator's next mma
+// comes 2 MT mmas later.
+template <int MT, int NT>
+__device__ static inline void multiply_tile(float d[][NT][4], const uint4 a[][2],
+                                            const uint4* tokens) {
+#pragma unroll
+  for (int i = 0; i < NT; i += 2) {
+    uint4 b[2] = {tokens[i * 32], tokens[i * 32 + 32]};
+#pragma unroll
+    for (int j = 0; j < 2 * MT; j++) mma(d[j / 2][i + j % 2], a[j / 2][0], b[j % 2].x, b[j % 2].y);
+#pragma unroll
+    for (int j = 0; j < 2 * MT; j++) mma(d[j / 2][i + j % 2], a[j / 2][1], b[j % 2].z, b[j % 2].w);
+  }
+}
+
+template <Output MODE, bool SLICED, int ROWS, int TOKENS, int WARP_ROWS, int WARP_TOKENS,
+          int STAGES>
+__global__ void __launch_bounds__(ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP,
+                                  SLICED&& TOKENS > 64 ? 1 : 2)
+    matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
+  constexpr int THREADS = ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP,
+                MT = WARP_ROWS / TILE_ROWS, NT = WARP_TOKENS / 8,
+                X_ROWS = (TOKENS * 4 + THREADS - 1) / THREADS,
+                WEIGHTS = ROWS / TILE_ROWS * STAGE_TILES * 64,
                 STAGE = WEIGHTS + STAGE_TILES * TOKENS * 4;  // in 16 bytes
   extern __shared__ uint4 shared[];
   int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  int warp_row = warp % (ROWS / WARP_ROWS) * MT, warp_token = warp / (ROWS / WARP_ROWS) * WARP_TOKENS;
+  int warp_row = warp % (ROWS / WARP_ROWS) * MT,
+      warp_token = warp / (ROWS / WARP_ROWS) * WARP_TOKENS;
   int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * (ROWS / TILE_ROWS);
-  int row_tiles = (n + TILE_ROWS - 1) / TILE_ROWS - row_tile0;
-  const uint4* my_w = (const uint4*)w + (size_t)(row_tile0 + threadIdx.x / 128) * (k / TILE_K) * 64 + threadIdx.x % 128;
+  const uint4* my_w = (const uint4*)m.w +
+                      (size_t)(row_tile0 + threadIdx.x / 128) * (m.k / TILE_K) * 64 +
+                      threadIdx.x % 128;
   const half* my_x[X_ROWS];
 #pragma unroll
   for (int i = 0; i < X_ROWS; i++) {  // beyond T: the last token once more, never stored
     int token = min(token0 + (i * THREADS + (int)threadIdx.x) / 4, n_tokens - 1);
-    my_x[i] = x + (size_t)token * k + threadIdx.x % 4 * 8;
+    my_x[i] = x + (size_t)token * m.k + threadIdx.x % 4 * 8;
   }
-  KWalk use = walk_begin(slices, k), load = use, early = use;
+  int slice0 = gridDim.z > 1 ? blockIdx.z : 0,
+      last_slice = gridDim.z > 1 ? blockIdx.z : m.slices - 1;
+  KWalk use = {slice0, last_slice, slice_start(m, slice0), slice_start(m, slice0 + 1)}, load = use,
+        early = use;
 #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) {
-    stage_weights<ROWS, THREADS>(shared + s * STAGE, &early, my_w, row_tiles, k);
-    walk_next(&early, slices, k);
+    stage_weights<ROWS, THREADS>(shared + s * STAGE, &early, my_w, m.k);
+    walk_next(&early, m);
   }
   wait_for_previous();
 #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) {
     stage_tokens<TOKENS, THREADS>(shared + s * STAGE + WEIGHTS, &load, my_x);
     copy_commit();
-    walk_next(&load, slices, k);
+    walk_next(&load, m);
   }
   float d[MT][NT][4] = {}, total[SLICED ? MT : 1][NT][4] = {};
   uint4 a[2][MT][2];  // this tile's weights and the next one's
-  const uint4 *sa = shared + warp_row * STAGE_TILES * 64 + lane, *sb = shared + WEIGHTS + warp_token * 4 + lane;
+  const uint4 *sa = shared + warp_row * STAGE_TILES * 64 + lane,
+              *sb = shared + WEIGHTS + warp_token * 4 + lane;
   copy_wait<STAGES - 2>();
   __syncthreads();
 #pragma unroll
@@ -1203,49 +1363,43 @@ __global__ void __launch_bounds__(ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WA
 #pragma unroll
     for (int kt = 0; kt < STAGE_TILES; kt++) {
       const uint4* from = sa + stage * STAGE + (kt + 1) * 64;
-      if (kt + 1 == STAGE_TILES) {  // the next stage must have arrived, and all warps have left the one that is filled now
+      if (kt + 1 == STAGE_TILES) {
+        // The next stage must have arrived, and all warps have left the one that is filled now.
         copy_wait<STAGES - 3>();
         __syncthreads();
-        stage_weights<ROWS, THREADS>(shared + fill * STAGE, &load, my_w, row_tiles, k);
+        stage_weights<ROWS, THREADS>(shared + fill * STAGE, &load, my_w, m.k);
         stage_tokens<TOKENS, THREADS>(shared + fill * STAGE + WEIGHTS, &load, my_x);
         copy_commit();
-        walk_next(&load, slices, k);
+        walk_next(&load, m);
         from = sa + next * STAGE;
       }
 #pragma unroll
-      for (int i = 0; i < MT * 2; i++) a[(kt + 1) % 2][i / 2][i % 2] = from[i / 2 * STAGE_TILES * 64 + i % 2 * 32];
+      for (int i = 0; i < MT * 2; i++)
+        a[(kt + 1) % 2][i / 2][i % 2] = from[i / 2 * STAGE_TILES * 64 + i % 2 * 32];
       if (use.at + kt >= use.end) break;
-#pragma unroll
-      for (int i = 0; i < NT; i += 2) {  // two token tiles at a time: an accumulator's next mma comes 2 MT mmas later
-        uint4 b[2];
-#pragma unroll
-        for (int j = 0; j < 2; j++) b[j] = sb[stage * STAGE + (kt * TOKENS + (i + j) * 8) * 4];
-#pragma unroll
-        for (int j = 0; j < 2 * MT; j++) mma(d[j / 2][i + j % 2], a[kt % 2][j / 2][0], b[j % 2].x, b[j % 2].y);
-#pragma unroll
-        for (int j = 0; j < 2 * MT; j++) mma(d[j / 2][i + j % 2], a[kt % 2][j / 2][1], b[j % 2].z, b[j % 2].w);
-      }
+      multiply_tile<MT, NT>(d, a[kt % 2], sb + stage * STAGE + kt * TOKENS * 4);
     }
     fill = stage;
     stage = next;
     int slice = use.slice;
-    walk_next(&use, slices, k);
-    if (!SLICED || use.slice == slice) continue;
+    walk_next(&use, m);
+    if (use.slice == slice) continue;
 #pragma unroll
-    for (int i = 0; i < MT * NT * 4; i++) {  // a slice is complete
+    for (int i = 0; i < (SLICED ? MT * NT * 4 : 0); i++) {  // a slice is complete
       float* slice_sum = &d[i / (NT * 4)][i / 4 % NT][i % 4];
       total[SLICED ? i / (NT * 4) : 0][i / 4 % NT][i % 4] += *slice_sum;
       *slice_sum = 0;
     }
   }
-  float* y = (float*)out + (gridDim.z > 1 ? (size_t)blockIdx.z * n_tokens * n : 0);
+  float* y = (float*)out + (gridDim.z > 1 ? (size_t)blockIdx.z * n_tokens * m.n : 0);
 #pragma unroll
   for (int i = 0; i < MT * NT; i++)
-    store_tile<MODE>(y, SLICED ? total[SLICED ? i / NT : 0][i % NT] : d[i / NT][i % NT], (row_tile0 + warp_row + i / NT) * TILE_ROWS, token0 + warp_token + i % NT * 8, n, n_tokens);
+    store_tile<MODE>(y, SLICED ? total[SLICED ? i / NT : 0][i % NT] : d[i / NT][i % NT],
+                     (row_tile0 + warp_row + i / NT) * TILE_ROWS, token0 + warp_token + i % NT * 8,
+                     m.n, n_tokens);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Attention over the paged cache.
+// ---- Attention over the paged cache.
 
 // A softmax in progress over part of the keys: out = sum exp2(s - max) v, unnormalised.
 template <int N>
@@ -1253,30 +1407,42 @@ struct Softmax {
   float max, sum, out[N];
 };
 
-// a += b, b's keys after a's. One chain of these, in key order, makes every split and every tiling agree to the bit.
+// a += b, b's keys after a's. One chain of these, in key order, makes every split and every tiling
+// agree to the bit.
 template <int N>
-__device__ static inline void merge(Softmax<N>* a, float max, float sum, const float* out, int stride) {
+__device__ static inline void merge(Softmax<N>* a, float max, float sum, const float* out,
+                                    int stride) {
   if (max == -INFINITY) return;  // all of b's keys are masked
   float top = fmaxf(a->max, max), scale_a = exp2f(a->max - top), scale_b = exp2f(max - top);
   a->max = top;
-  a->sum = fmaf(sum, scale_b, a->sum * scale_a);  // fmaf: the same rounding wherever this is inlined
+  a->sum =
+      fmaf(sum, scale_b, a->sum * scale_a);  // fmaf: the same rounding wherever this is inlined
   for (int i = 0; i < N; i++) a->out[i] = fmaf(out[i * stride], scale_b, a->out[i] * scale_a);
 }
 
-enum { SPLIT = 256, CHUNK = 64, ATTENTION_WARPS = 4, PAGES = CHUNK / KV_BLOCK };  // keys of a block's turn, of a warp's
+enum {
+  SPLIT = 256,
+  CHUNK = 64,
+  ATTENTION_WARPS = 4,
+  PAGES = CHUNK / KV_BLOCK
+};  // keys of a block's turn, of a warp's
 
-// One warp: 16 query rows against 64 keys from key0, two matrix products on fragments loaded straight from the cache.
-// Column c of the score tile is key 4 (c / 2) + c % 2 (+ 2 in the second tile), so that lane t ends up with keys 4t .. 4t+3,
-// which is what it needs as the A operand of p . v.
+// One warp: 16 query rows against 64 keys from key0, two matrix products on fragments loaded
+// straight from the cache. Column c of the score tile is key 4 (c / 2) + c % 2 (+ 2 in the second
+// tile), so that lane t ends up with keys 4t .. 4t+3, which is what it needs as the A operand of p
+// . v.
 template <int K>
-__device__ static void attend_chunk(const DeviceKV* kv, const int* table, int slot, int g, int key0, int last_key, const int row_pos[2], const uint4 q[][2], float max[2], float sum[2], float out[][4]) {
+__device__ static void attend_chunk(const DeviceKV* kv, const int* table, int slot, int g, int key0,
+                                    int last_key, const int row_pos[2], const uint4 q[][2],
+                                    float max[2], float sum[2], float out[][4]) {
   constexpr int KD = (K + 31) / 32 * 32;
   int lane = threadIdx.x % WARP, column = lane / 4, t = lane % 4;
   float s[PAGES][2][4] = {};
   uint4 v[PAGES][K / 16];
 #pragma unroll
   for (int p = 0; p < PAGES; p++) {
-    int page = key0 + p * KV_BLOCK <= last_key ? key0 + p * KV_BLOCK : key0;  // beyond the end: any page, masked below
+    int page = key0 + p * KV_BLOCK <= last_key ? key0 + p * KV_BLOCK
+                                               : key0;  // beyond the end: any page, masked below
     size_t block = kv_block(kv, table, slot, page, g);
     for (int i = 0; i < 2; i++) {
       const half* k = kv->k + (block + column / 2 * 4 + column % 2 + i * 2) * KD + t * 8;
@@ -1312,7 +1478,8 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
 #pragma unroll
   for (int p = 0; p < PAGES; p++) {
     half2 a[4];  // rows g and g + 8 of keys 4t, 4t+1, then of 4t+2, 4t+3
-    for (int i = 0; i < 4; i++) a[i] = __floats2half2_rn(s[p][i / 2][i % 2 * 2], s[p][i / 2][i % 2 * 2 + 1]);
+    for (int i = 0; i < 4; i++)
+      a[i] = __floats2half2_rn(s[p][i / 2][i % 2 * 2], s[p][i / 2][i % 2 * 2 + 1]);
     for (int c = 0; c < K / 16; c++) {
       mma(out[2 * c], *(uint4*)a, v[p][c].x, v[p][c].y);
       mma(out[2 * c + 1], *(uint4*)a, v[p][c].z, v[p][c].w);
@@ -1320,13 +1487,17 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
   }
 }
 
-// out[T, H, K] = softmax(q . k / sqrt(K)) . v over each token's own positions. A block takes one run of tokens of a slot, the
-// heads that share a kv head (16 rows: heads x tokens), and either one split of 256 keys (gridDim.z > 1: the last block to
-// finish merges all splits in order) or every split in turn. Must read the cache of each slot once. Twin: attend.
+// out[T, H, K] = softmax(q . k / sqrt(K)) . v over each token's own positions. A block takes one
+// run of tokens of a slot, the heads that share a kv head (16 rows: heads x tokens), and either one
+// split of 256 keys (gridDim.z > 1: the last block to finish merges all splits in order) or every
+// split in turn. Must read the cache of each slot once. Twin: attend.
 template <int K>
-__global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2) attention_kernel(half* out, const half* q, DeviceKV kv, DeviceBatch b, float* partial, int* arrived) {
+__global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
+    attention_kernel(half* out, const half* q, DeviceKV kv, DeviceBatch b, float* partial,
+                     int* arrived) {
   constexpr int KD = (K + 31) / 32 * 32, OWN = K / 8;
-  __shared__ float chunk_out[ATTENTION_WARPS][TILE_ROWS][K], chunk_max[ATTENTION_WARPS][TILE_ROWS], chunk_sum[ATTENTION_WARPS][TILE_ROWS];
+  __shared__ float chunk_out[ATTENTION_WARPS][TILE_ROWS][K], chunk_max[ATTENTION_WARPS][TILE_ROWS],
+      chunk_sum[ATTENTION_WARPS][TILE_ROWS];
   __shared__ bool last;
   wait_for_previous();
   int4 run = b.run[blockIdx.x];
@@ -1344,31 +1515,39 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2) attent
   for (int r = 0; r < 2; r++) {
     int row = lane / 4 + r * 8;
     row_pos[r] = row < rows ? pos0 + row / heads : -1;
-    const half* from = q + ((size_t)(first + (row < rows ? row / heads : 0)) * kv.heads + head0 + row % heads) * KD + lane % 4 * 8;
+    const half* from =
+        q +
+        ((size_t)(first + (row < rows ? row / heads : 0)) * kv.heads + head0 + row % heads) * KD +
+        lane % 4 * 8;
     for (int c = 0; c < KD / 32; c++) {
       uint4 v = *(const uint4*)(from + c * 32);
-      for (int j = 0; j < 2; j++) {  // k's 8t .. 8t+3 go to the first mma, 8t+4 .. 8t+7 to the second
+      for (int j = 0; j < 2;
+           j++) {  // k's 8t .. 8t+3 go to the first mma, 8t+4 .. 8t+7 to the second
         (&fragment[c][j].x)[r] = j ? v.z : v.x;
         (&fragment[c][j].x)[r + 2] = j ? v.w : v.y;
       }
     }
   }
-  int row = threadIdx.x / 8, lane0 = threadIdx.x % 8;  // after the products each thread owns K / 8 outputs of one row
+  int row = threadIdx.x / 8,
+      lane0 = threadIdx.x % 8;  // after the products each thread owns K / 8 outputs of one row
   Softmax<OWN> total = {-INFINITY, 0, {}};
   for (; split < end; split++) {
     int key0 = split * SPLIT + warp * CHUNK;
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, o[K / 8][4] = {};
-    if (key0 <= last_key) attend_chunk<K>(&kv, b.table, slot, g, key0, last_key, row_pos, fragment, max, sum, o);
+    if (key0 <= last_key)
+      attend_chunk<K>(&kv, b.table, slot, g, key0, last_key, row_pos, fragment, max, sum, o);
     __syncthreads();  // the previous split's results have been read
     for (int r = 0; r < 2; r++) {
       chunk_max[warp][lane / 4 + r * 8] = max[r];
       chunk_sum[warp][lane / 4 + r * 8] = sum[r];
       for (int i = 0; i < K / 8; i++)
-        for (int e = 0; e < 2; e++) chunk_out[warp][lane / 4 + r * 8][i * 8 + lane % 4 * 2 + e] = o[i][r * 2 + e];
+        for (int e = 0; e < 2; e++)
+          chunk_out[warp][lane / 4 + r * 8][i * 8 + lane % 4 * 2 + e] = o[i][r * 2 + e];
     }
     __syncthreads();
     Softmax<OWN> s = {-INFINITY, 0, {}};
-    for (int c = 0; c < ATTENTION_WARPS; c++) merge(&s, chunk_max[c][row], chunk_sum[c][row], &chunk_out[c][row][lane0], 8);
+    for (int c = 0; c < ATTENTION_WARPS; c++)
+      merge(&s, chunk_max[c][row], chunk_sum[c][row], &chunk_out[c][row][lane0], 8);
     merge(&total, s.max, s.sum, s.out, 1);
   }
   int token = first + row / heads, head = head0 + row % heads;
@@ -1397,21 +1576,23 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2) attent
     }
   }
   if (row >= rows) return;
-  for (int i = 0; i < OWN; i++) out[((size_t)token * kv.heads + head) * K + lane0 + i * 8] = __float2half(total.out[i] / total.sum);
+  for (int i = 0; i < OWN; i++)
+    out[((size_t)token * kv.heads + head) * K + lane0 + i * 8] =
+        __float2half(total.out[i] / total.sum);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Sampling on the device, so that a decode step never waits for the host. Greedy is the largest logit; temperature > 0 adds
-// Gumbel noise to logit / temperature, whose largest element is a sample of the softmax (Gumbel-max trick). The noise is a
-// hash of (request's seed, position, token), so a request draws the same text wherever and whenever it runs.
+// ---- Sampling on the device, so that a decode step never waits for the host. Greedy is the
+// largest logit; temperature > 0 adds Gumbel noise to logit / temperature, whose largest element is
+// a sample of the softmax (Gumbel-max trick). The noise is a hash of (request's seed, position,
+// token), so a request draws the same text wherever and whenever it runs.
 
 typedef struct {
   int token;
   float score;
 } Candidate;
 
-typedef struct {        // per slot
-  int* sampled;         // last token
+typedef struct {  // per slot
+  int* sampled;   // last token
   uint32_t* seed;
   float* temperature;
 } DeviceSampler;
@@ -1423,21 +1604,24 @@ __device__ static inline Candidate better(Candidate a, Candidate b) {
 
 __device__ static inline Candidate warp_best(Candidate c) {
   for (int offset = 16; offset > 0; offset /= 2) {
-    Candidate other = {__shfl_xor_sync(~0u, c.token, offset), __shfl_xor_sync(~0u, c.score, offset)};
+    Candidate other = {__shfl_xor_sync(~0u, c.token, offset),
+                       __shfl_xor_sync(~0u, c.score, offset)};
     c = better(c, other);
   }
   return c;
 }
 
 // best[R, WARP]: the best token of each of 32 pieces of the vocabulary. blockIdx = (piece, row).
-__global__ void sample_kernel(Candidate* best, const float* logits, DeviceBatch b, DeviceSampler s, int vocab) {
+__global__ void sample_kernel(Candidate* best, const float* logits, DeviceBatch b, DeviceSampler s,
+                              int vocab) {
   __shared__ Candidate warps[8];
   wait_for_previous();
   int r = blockIdx.y, t = b.row[r], slot = b.slot[t];
   if (slot < 0) return;
   float temperature = s.temperature[slot];
   uint32_t seed = hash32(s.seed[slot] ^ hash32(b.pos[t]));
-  int start = (int)((long long)vocab * blockIdx.x / WARP), end = (int)((long long)vocab * (blockIdx.x + 1) / WARP);
+  int start = (int)((long long)vocab * blockIdx.x / WARP),
+      end = (int)((long long)vocab * (blockIdx.x + 1) / WARP);
   Candidate c = {0x7fffffff, -INFINITY};
   for (int v0 = start + threadIdx.x; v0 < end; v0 += 4 * blockDim.x) {
     float score[4];
@@ -1464,7 +1648,8 @@ __global__ void sample_kernel(Candidate* best, const float* logits, DeviceBatch 
 
 // The winner of each row becomes its slot's last token. advance: the same rows decode again in
 // the next step, so move every token one position on; nothing needs to come from the host then.
-__global__ void sample_finish_kernel(const Candidate* best, DeviceBatch b, DeviceSampler s, bool advance) {
+__global__ void sample_finish_kernel(const Candidate* best, DeviceBatch b, DeviceSampler s,
+                                     bool advance) {
   wait_for_previous();
   int r = blockIdx.x, t = b.row[r], slot = b.slot[t];
   if (slot < 0) return;
@@ -1476,11 +1661,11 @@ __global__ void sample_finish_kernel(const Candidate* best, DeviceBatch b, Devic
   b.run[t].w++;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Loading: rows of a stored or seeded tensor go to their place in a matrix. Row r lands at first + r / group * stride + r % group:
-// gate and up rows alternate in groups of 8.
+// ---- Loading: rows of a stored or seeded tensor go to their place in a matrix. Row r lands at
+// first + r / group * stride + r % group: gate and up rows alternate in groups of 8.
 
-__global__ void pack_kernel(half* out, Tensor from, RowMap map, size_t row0, int rows, int k, bool packed) {
+__global__ void pack_kernel(half* out, Tensor from, RowMap map, size_t row0, int rows, int k,
+                            bool packed) {
   size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
   if (i >= (size_t)rows * k) return;
   int row = (int)(row0 + i / k), col = (int)(i % k), to = map_row(map, row);
@@ -1489,8 +1674,7 @@ __global__ void pack_kernel(half* out, Tensor from, RowMap map, size_t row0, int
   out[packed ? packed_index(to, col, k) : (size_t)to * k + col] = __ushort_as_half(value);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Ceilings of this device: how fast can anything read, how fast can anything multiply?
+// ---- Ceilings of this device: how fast can anything read, how fast can anything multiply?
 
 __global__ void probe_read_kernel(const uint4* p, size_t n, uint32_t* out) {
   uint32_t x = 0;
@@ -1506,11 +1690,12 @@ __global__ void probe_read_kernel(const uint4* p, size_t n, uint32_t* out) {
   if (x == 1) *out = x;  // never true in practice; keeps the loads
 }
 
-// Eight independent accumulators a warp, 16 warps an SM, operands in registers: nothing but the matrix units can limit it.
+// Eight independent accumulators a warp, 16 warps an SM, operands in registers: nothing but the
+// matrix units can limit it.
 __global__ void probe_mma_kernel(float* out, int rounds) {
   float d[8][4] = {};
   uint32_t one = 0x3c003c00u ^ (threadIdx.x * 0x00110013u & 0x03ff03ff);  // numbers between 1 and 2
-  uint4 a = make_uint4(one, one ^ 0x8000, one ^ 0x80000000u, one);        // mixed signs: sums stay small
+  uint4 a = make_uint4(one, one ^ 0x8000, one ^ 0x80000000u, one);  // mixed signs: sums stay small
   for (int i = 0; i < rounds; i++)
 #pragma unroll
     for (int j = 0; j < 8; j++) mma(d[j], a, one ^ 0x8000, one);
@@ -1519,13 +1704,13 @@ __global__ void probe_mma_kernel(float* out, int rounds) {
   if (sum == 12345.0f) *out = sum;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The GPU's side of the platform shim.
+// ---- The GPU's side of the platform shim.
 
-#define CUDA_CHECK(call)                                                                            \
-  do {                                                                                              \
-    cudaError_t e_ = (call);                                                                        \
-    if (e_ != cudaSuccess) die("%s:%d: %s: %s", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
+#define CUDA_CHECK(call)                                                       \
+  do {                                                                         \
+    cudaError_t e_ = (call);                                                   \
+    if (e_ != cudaSuccess)                                                     \
+      die("%s:%d: %s: %s", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
   } while (0)
 
 static size_t gpu_used(void) {
@@ -1553,21 +1738,24 @@ static bool gpu_open(Device* d, char* err) {
   int n = 0;
   cudaError_t e = cudaGetDeviceCount(&n);
   if (e != cudaSuccess || n == 0) {
-    snprintf(err, ERR_LEN, "no usable GPU: %s", e == cudaSuccess ? "none found" : cudaGetErrorString(e));
+    snprintf(err, ERR_LEN, "no usable GPU: %s",
+             e == cudaSuccess ? "none found" : cudaGetErrorString(e));
     return false;
   }
   CUDA_CHECK(cudaGetDeviceProperties(&prop, 0));
   cudaFuncAttributes f;
   e = cudaFuncGetAttributes(&f, probe_mma_kernel);
   if (e != cudaSuccess) {
-    snprintf(err, ERR_LEN, "this build has no code for %s (compute %d.%d): %s", prop.name, prop.major, prop.minor, cudaGetErrorString(e));
+    snprintf(err, ERR_LEN, "this build has no code for %s (compute %d.%d): %s", prop.name,
+             prop.major, prop.minor, cudaGetErrorString(e));
     return false;
   }
   snprintf(d->name, sizeof d->name, "%s", prop.name);
   d->total = prop.totalGlobalMem;
   d->sms = prop.multiProcessorCount;
   d->shared_bytes = (int)prop.sharedMemPerBlockOptin;
-  d->dependent_launch = f.ptxVersion >= 90;  // code built for less has no wait in it, whatever card runs it
+  d->dependent_launch =
+      f.ptxVersion >= 90;  // code built for less has no wait in it, whatever card runs it
   return true;
 }
 
@@ -1599,7 +1787,8 @@ static double gpu_probe_bandwidth(const Device* d) {
   while (bytes > free_bytes / 2) bytes /= 2;
   uint4* p = (uint4*)gpu_alloc(bytes);
   if (!p) die("no memory to probe %s with", d->name);
-  double seconds = best_time([&] { probe_read_kernel<<<d->sms * 8, 512>>>(p, bytes / 16, (uint32_t*)p); });
+  double seconds =
+      best_time([&] { probe_read_kernel<<<d->sms * 8, 512>>>(p, bytes / 16, (uint32_t*)p); });
   gpu_free(p);
   return (double)bytes / seconds;
 }
@@ -1613,11 +1802,14 @@ static double gpu_probe_rate(const Device* d) {
   return 2.0 * 16 * 8 * 16 * 8 * rounds * blocks * warps / seconds;
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// A step on the GPU: about eight launches a layer, all on one stream. Decode steps are recorded once per size as a CUDA graph
-// and replayed, since launching 130 kernels one by one takes the host longer than a small model takes the GPU.
+// ---- A step on the GPU: about eight launches a layer, all on one stream. Decode steps are
+// recorded once per size as a CUDA graph and replayed, since launching 130 kernels one by one takes
+// the host longer than a small model takes the GPU.
 
-enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };  // ints a token has in the lists: a run, id, pos, slot, row
+enum {
+  MAX_GRAPHS = 64,
+  BATCH_INTS = 8
+};  // ints a token has in the lists: a run, id, pos, slot, row
 
 typedef struct {
   int n_tokens, splits;
@@ -1634,17 +1826,19 @@ typedef struct Gpu {
   Candidate* best;                  // [R, 32]
   QkvTarget qkv;                    // q, the cache, the token list
   DeviceSampler sampler;
-  int *staging, *sampled;           // pinned, a part per step in flight: what goes up, what comes back [slots]
-  size_t staging_ints;              // one part of staging: token lists, block table, sampler
+  int *staging,
+      *sampled;         // pinned, a part per step in flight: what goes up, what comes back [slots]
+  size_t staging_ints;  // one part of staging: token lists, block table, sampler
   cudaEvent_t base, end[IN_FLIGHT];
-  double base_time;                 // when `base` happened, on now()'s clock
-  Batch last;                       // the decode step before, if the device has moved its list on by itself
+  double base_time;  // when `base` happened, on now()'s clock
+  Batch last;        // the decode step before, if the device has moved its list on by itself
   StepGraph graphs[MAX_GRAPHS];
   int n_graphs;
 } Gpu;
 
 template <typename... P, typename... A>
-static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared, A... args) {
+static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                   A... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
@@ -1662,82 +1856,99 @@ static int ceil_div(int a, int b) {
   return (a + b - 1) / b;
 }
 
-// In how many pieces k is summed: enough warps for a large GPU when one warp takes 16 rows, at least 128 k's each. From the
-// matrix alone, never from the device or the batch: it decides the bits of the result.
+// In how many pieces k is summed: enough warps for a large GPU when one warp takes 16 rows, at
+// least 128 k's each. From the matrix alone, never from the device or the batch: it decides the
+// bits of the result.
 static int matrix_slices(int n, int k) {
   int slices = 1;
-  while (slices < MAX_SLICES && ceil_div(n, TILE_ROWS) * slices < 1024 && k / TILE_K >= 8 * slices) slices *= 2;
+  while (slices < MAX_SLICES && ceil_div(n, TILE_ROWS) * slices < 1024 && k / TILE_K >= 8 * slices)
+    slices *= 2;
   return slices;
 }
 
-template <Output MODE, bool SLICED, int ROWS, int TOKENS, int WARP_ROWS, int WARP_TOKENS, int STAGES>
-static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens, int z) {
+template <Output MODE, bool SLICED, int ROWS, int TOKENS, int WARP_ROWS, int WARP_TOKENS,
+          int STAGES>
+static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                        int z) {
   auto kernel = matmul_tile_kernel<MODE, SLICED, ROWS, TOKENS, WARP_ROWS, WARP_TOKENS, STAGES>;
   size_t shared = STAGES * STAGE_TILES * (ROWS + TOKENS) * TILE_K * sizeof(half);
   static bool configured;  // more than 48 KB of shared memory must be asked for, once
-  if (!configured) CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+  if (!configured)
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
   configured = true;
   dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, ROWS), z);
-  launch(g, kernel, grid, ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP, shared, out, x, (const half*)m->w, m->n, m->k, m->slices, n_tokens);
+  launch(g, kernel, grid, ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP, shared, out, x, *m,
+         n_tokens);
 }
 
-// Tile shapes by number of tokens and by the shared memory a block may have: 227 KB (Hopper), 99 KB or more (Ampere on), 64 KB
-// (Turing, where one must do for all).
+// Tile shapes by number of tokens and by the shared memory a block may have: 99 KB or more from
+// Ampere on, 64 KB on Turing, where one must do for all.
 template <Output MODE>
-static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens, int z) {
+static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                         int z) {
   constexpr bool SLICED = MODE == OUT_FLOAT;
   int kb = g->device->shared_bytes / 1024;
-  if (n_tokens <= 16 && kb >= 99) return launch_tile<MODE, SLICED, 128, 16, 32, 16, 5>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 32 && kb >= 99) return launch_tile<MODE, SLICED, 128, 32, 32, 32, 4>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 16 && kb >= 99)
+    return launch_tile<MODE, SLICED, 128, 16, 32, 16, 5>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 32 && kb >= 99)
+    return launch_tile<MODE, SLICED, 128, 32, 32, 32, 4>(g, out, x, m, n_tokens, z);
   if (kb < 99) return launch_tile<MODE, SLICED, 128, 32, 32, 32, 3>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 64) return launch_tile<MODE, SLICED, 128, 64, 32, 64, 4>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 64)
+    return launch_tile<MODE, SLICED, 128, 64, 32, 32, 4>(g, out, x, m, n_tokens, z);
   if (m->slices > 1) return launch_tile<MODE, true, 128, 128, 32, 64, 3>(g, out, x, m, n_tokens, z);
-  if (n_tokens > 128 && kb >= 200) return launch_tile<MODE, false, 256, 128, 64, 64, 4>(g, out, x, m, n_tokens, z);
   return launch_tile<MODE, false, 128, 128, 64, 64, 3>(g, out, x, m, n_tokens, z);
 }
 
-// Blocks of the third grid dimension: one per slice when a block per 128 rows and 128 tokens would leave multiprocessors idle.
+// Blocks of the third grid dimension: one per slice when a block per 128 rows and 128 tokens would
+// leave multiprocessors idle.
 static int tile_slices(const Device* d, const Matrix* m, int n_tokens) {
   return ceil_div(m->n, 128) * ceil_div(n_tokens, 128) < d->sms ? m->slices : 1;
 }
 
 // Up to 8 tokens: with what comes before and after fused in.
 template <Output MODE, bool NORM>
-static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens, int layer) {
+static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens,
+                          int layer) {
   auto kernel = matmul_skinny_kernel<MODE, NORM>;
   size_t shared = NORM ? (size_t)n_tokens * m->k * sizeof(half) : 0;
   static bool configured;
-  if (!configured) CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, g->device->shared_bytes - 8192));
+  if (!configured)
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    g->device->shared_bytes - 8192));
   configured = true;
   QkvTarget qkv = g->qkv;
   qkv.kv.layer = layer;
   int blocks = ceil_div(ceil_div(m->n, TILE_ROWS), SKINNY_WARPS / m->slices);
-  launch(g, kernel, dim3(blocks), SKINNY_WARPS * WARP, shared, out, qkv, in, (const half*)m->w, m->n, m->k, m->slices, n_tokens);
+  launch(g, kernel, dim3(blocks), SKINNY_WARPS * WARP, shared, out, qkv, in, *m, n_tokens);
 }
 
-// out = x . w^T. Returns in how many unsummed slices, [slices, T, n], the result lies in out.
+// out = x . w^T, perhaps in unsummed slices.
 template <Output MODE>
-static int matmul(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens) {
+static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens) {
   int outputs = MODE == OUT_SWIGLU ? m->n / 2 : m->n, z = 1;
-  const half* w = (const half*)m->w;
   SkinnyInput in = {x, NULL, NULL, NULL, 0};
   if (g->matmul == MATMUL_NAIVE) {
-    launch(g, matmul_rows_kernel<1>, dim3(ceil_div(outputs, 256), n_tokens), 256, 0, out, MODE, x, w, m->n, m->k);
+    launch(g, matmul_rows_kernel<1>, dim3(ceil_div(outputs, 256), n_tokens), 256, 0, out, MODE, x,
+           *m);
   } else if (g->matmul == MATMUL_GEMV) {
-    launch(g, matmul_rows_kernel<WARP>, dim3(ceil_div(outputs, 8), n_tokens), 8 * WARP, 0, out, MODE, x, w, m->n, m->k);
+    launch(g, matmul_rows_kernel<WARP>, dim3(ceil_div(outputs, 8), n_tokens), 8 * WARP, 0, out,
+           MODE, x, *m);
   } else if (n_tokens <= SKINNY_TOKENS) {
     matmul_skinny<MODE, false>(g, out, in, m, n_tokens, 0);
   } else {
     z = tile_slices(g->device, m, n_tokens);
     launch_tiles<MODE>(g, out, x, m, n_tokens, z);
   }
-  return z;
+  Unsummed u = {(const float*)out, z, (size_t)n_tokens * m->n};
+  return u;
 }
 
 template <int K>
 static void launch_attention(const Gpu* g, int runs, int splits, DeviceKV kv) {
   int parts = ceil_div(kv.heads / kv.kv_heads, TILE_ROWS);
-  launch(g, attention_kernel<K>, dim3(runs, kv.kv_heads * parts, splits), ATTENTION_WARPS * WARP, 0, g->att, (const half*)g->qkv.q, kv, g->qkv.batch, g->partial, g->arrived);
+  launch(g, attention_kernel<K>, dim3(runs, kv.kv_heads * parts, splits), ATTENTION_WARPS * WARP, 0,
+         g->att, (const half*)g->qkv.q, kv, g->qkv.batch, g->partial, g->arrived);
 }
 
 static void attention(const Gpu* g, int head_dim, int runs, int splits, DeviceKV kv) {
@@ -1749,19 +1960,26 @@ static void attention(const Gpu* g, int head_dim, int runs, int splits, DeviceKV
   die("no attention kernel for head width %d: 32, 64, 80, 96 and 128 exist", head_dim);
 }
 
-static void add_norm(const Gpu* g, const Config* c, int rows, int slices, int n_tokens, const float* weight, const int* row) {
-  launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, (const float*)g->y, slices, (size_t)n_tokens * c->dim, weight, row, c->dim, c->norm_eps);
+static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
+                     const int* row) {
+  launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
+         c->norm_eps);
 }
 
-// Queues one forward pass and the sampling of R rows for the token list on the device. Twin: forward_cpu.
+// Queues one forward pass and the sampling of R rows for the token list on the device. Twin:
+// forward_cpu.
 static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, bool advance) {
   const Config* c = &e->w->config;
   const Gpu* g = e->gpu;
   QkvTarget qkv = g->qkv;
-  int slices = 0, pairs = (c->n_heads + 2 * c->n_kv_heads) * c->head_dim / 2;
-  bool few = g->matmul == MATMUL_MMA && T <= SKINNY_TOKENS && (size_t)T * c->dim * sizeof(half) + 8192 <= (size_t)g->device->shared_bytes;
-  SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0}, norm = {NULL, g->x, NULL, NULL, c->norm_eps};
-  launch(g, embed_kernel, dim3(T), 256, 0, g->x, (const half*)e->w->embed.w, qkv.batch, (const int*)g->sampler.sampled, c->dim, g->matmul == MATMUL_MMA);
+  int pairs = (c->n_heads + 2 * c->n_kv_heads) * c->head_dim / 2;
+  Unsummed y = {NULL, 0, 0};
+  bool few = g->matmul == MATMUL_MMA && T <= SKINNY_TOKENS &&
+             (size_t)T * c->dim * sizeof(half) + 8192 <= (size_t)g->device->shared_bytes;
+  SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0},
+              norm = {NULL, g->x, NULL, NULL, c->norm_eps};
+  launch(g, embed_kernel, dim3(T), 256, 0, g->x, (const half*)e->w->embed.w, qkv.batch,
+         (const int*)g->sampler.sampled, c->dim, g->matmul == MATMUL_MMA);
   for (int layer = 0; layer < c->n_layers; layer++) {
     const Layer* l = &e->w->layers[layer];
     qkv.kv.layer = layer;
@@ -1775,14 +1993,14 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
       matmul_skinny<OUT_RESIDUAL, false>(g, g->x, hidden, &l->down, T, layer);
       continue;
     }
-    add_norm(g, c, T, slices, T, l->attn_norm, NULL);
-    slices = matmul<OUT_FLOAT>(g, g->y, g->normed, &l->qkv, T);
-    launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, (const float*)g->y, slices, (size_t)T * l->qkv.n);
+    add_norm(g, c, T, y, l->attn_norm, NULL);
+    y = matmul<OUT_FLOAT>(g, g->y, g->normed, &l->qkv, T);
+    launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, y);
     attention(g, c->head_dim, runs, splits, qkv.kv);
-    slices = matmul<OUT_FLOAT>(g, g->y, g->att, &l->o, T);
-    add_norm(g, c, T, slices, T, l->mlp_norm, NULL);
+    y = matmul<OUT_FLOAT>(g, g->y, g->att, &l->o, T);
+    add_norm(g, c, T, y, l->mlp_norm, NULL);
     matmul<OUT_SWIGLU>(g, g->hidden, g->normed, &l->gate_up, T);
-    slices = matmul<OUT_FLOAT>(g, g->y, g->hidden, &l->down, T);
+    y = matmul<OUT_FLOAT>(g, g->y, g->hidden, &l->down, T);
   }
   if (R == 0) return;
   norm.weight = e->w->final_norm;
@@ -1790,17 +2008,20 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
   if (few) {
     matmul_skinny<OUT_FLOAT, true>(g, g->logits, norm, &e->w->head, R, 0);
   } else {
-    add_norm(g, c, R, slices, T, e->w->final_norm, qkv.batch.row);
+    add_norm(g, c, R, y, e->w->final_norm, qkv.batch.row);
     matmul<OUT_FLOAT>(g, g->logits, g->normed, &e->w->head, R);
   }
-  launch(g, sample_kernel, dim3(WARP, R), 256, 0, g->best, (const float*)g->logits, qkv.batch, g->sampler, c->vocab_size);
-  launch(g, sample_finish_kernel, dim3(R), WARP, 0, (const Candidate*)g->best, qkv.batch, g->sampler, advance);
+  launch(g, sample_kernel, dim3(WARP, R), 256, 0, g->best, (const float*)g->logits, qkv.batch,
+         g->sampler, c->vocab_size);
+  launch(g, sample_finish_kernel, dim3(R), WARP, 0, (const Candidate*)g->best, qkv.batch,
+         g->sampler, advance);
 }
 
 static void replay_decode(Engine* e, int n_tokens, int splits) {
   Gpu* g = e->gpu;
   int i = 0;
-  while (i < g->n_graphs && (g->graphs[i].n_tokens != n_tokens || g->graphs[i].splits != splits)) i++;
+  while (i < g->n_graphs && (g->graphs[i].n_tokens != n_tokens || g->graphs[i].splits != splits))
+    i++;
   if (i == MAX_GRAPHS) {
     CUDA_CHECK(cudaStreamSynchronize(g->stream));
     for (i = 0; i < MAX_GRAPHS; i++) CUDA_CHECK(cudaGraphExecDestroy(g->graphs[i].exec));
@@ -1820,7 +2041,8 @@ static void replay_decode(Engine* e, int n_tokens, int splits) {
   CUDA_CHECK(cudaGraphLaunch(g->graphs[i].exec, g->stream));
 }
 
-// Attention runs: neighbouring tokens of a slot, as many as fit 16 query rows with their heads. Returns how many.
+// Attention runs: neighbouring tokens of a slot, as many as fit 16 query rows with their heads.
+// Returns how many.
 static int find_runs(const Config* c, const Batch* b, int4* run) {
   int most = TILE_ROWS / (c->n_heads / c->n_kv_heads), n = 0;
   for (int t = 0; t < b->n_tokens; t++) {
@@ -1833,11 +2055,13 @@ static int find_runs(const Config* c, const Batch* b, int4* run) {
   return n;
 }
 
-// The same sequences one position on: the device has moved its list on by itself (sample_finish_kernel).
+// The same sequences one position on: the device has moved its list on by itself
+// (sample_finish_kernel).
 static bool device_has_it(const Gpu* g, const Batch* b) {
   if (g->last.n_tokens != b->n_tokens || b->n_rows != b->n_tokens) return false;
   for (int t = 0; t < b->n_tokens; t++) {
-    bool same = b->id[t] < 0 && b->slot[t] == g->last.slot[t] && b->pos[t] == g->last.pos[t] + 1 && b->row[t] == t;
+    bool same = b->id[t] < 0 && b->slot[t] == g->last.slot[t] && b->pos[t] == g->last.pos[t] + 1 &&
+                b->row[t] == t;
     if (!same) return false;
   }
   return true;
@@ -1854,12 +2078,15 @@ static int upload_batch(Engine* e, const Batch* b, int T, bool decode, int* stag
     pos[t] = t < n ? b->pos[t] : 0;
     slot[t] = t < n ? b->slot[t] : -1;
   }
-  for (int r = 0; r < (decode ? T : R); r++) row[r] = r < R ? b->row[r] : r;  // padding: its own token, slot -1
+  for (int r = 0; r < (decode ? T : R); r++)
+    row[r] = r < R ? b->row[r] : r;  // padding: its own token, slot -1
   int runs = find_runs(&e->w->config, b, run);
   for (; runs < T && decode; runs++) run[runs] = make_int4(runs, 0, -1, 0);
   size_t pitch = max * sizeof(int);  // the first T of each list
-  CUDA_CHECK(cudaMemcpyAsync(g->qkv.batch.run, run, runs * sizeof(int4), cudaMemcpyHostToDevice, g->stream));
-  CUDA_CHECK(cudaMemcpy2DAsync(g->qkv.batch.id, pitch, id, pitch, T * sizeof(int), 4, cudaMemcpyHostToDevice, g->stream));
+  CUDA_CHECK(cudaMemcpyAsync(g->qkv.batch.run, run, runs * sizeof(int4), cudaMemcpyHostToDevice,
+                             g->stream));
+  CUDA_CHECK(cudaMemcpy2DAsync(g->qkv.batch.id, pitch, id, pitch, T * sizeof(int), 4,
+                               cudaMemcpyHostToDevice, g->stream));
   return runs;
 }
 
@@ -1868,13 +2095,16 @@ static void upload_tables(Engine* e, int* staging) {
   size_t ints = (size_t)e->size.max_slots * e->blocks.max_blocks, slots = e->size.max_slots;
   if (e->blocks.changed) {
     memcpy(staging, e->blocks.table, ints * sizeof(int));
-    CUDA_CHECK(cudaMemcpyAsync(g->qkv.batch.table, staging, ints * sizeof(int), cudaMemcpyHostToDevice, g->stream));
+    CUDA_CHECK(cudaMemcpyAsync(g->qkv.batch.table, staging, ints * sizeof(int),
+                               cudaMemcpyHostToDevice, g->stream));
   }
   if (e->sampler_changed) {
     memcpy(staging + ints, e->seed, slots * sizeof(int));
     memcpy(staging + ints + slots, e->temperature, slots * sizeof(float));
-    CUDA_CHECK(cudaMemcpyAsync(g->sampler.seed, staging + ints, slots * sizeof(int), cudaMemcpyHostToDevice, g->stream));
-    CUDA_CHECK(cudaMemcpyAsync(g->sampler.temperature, staging + ints + slots, slots * sizeof(float), cudaMemcpyHostToDevice, g->stream));
+    CUDA_CHECK(cudaMemcpyAsync(g->sampler.seed, staging + ints, slots * sizeof(int),
+                               cudaMemcpyHostToDevice, g->stream));
+    CUDA_CHECK(cudaMemcpyAsync(g->sampler.temperature, staging + ints + slots,
+                               slots * sizeof(float), cudaMemcpyHostToDevice, g->stream));
   }
   e->blocks.changed = e->sampler_changed = false;
 }
@@ -1889,11 +2119,13 @@ static void gpu_submit(Engine* e, const Batch* b, Step* s) {
     last_pos = b->pos[t] > last_pos ? b->pos[t] : last_pos;
   }
   if (decode && graph_size(T) <= e->size.max_tokens) T = graph_size(T);
-  int* staging = g->staging + which * g->staging_ints;  // free again: the step that used it was collected
+  int* staging =
+      g->staging + which * g->staging_ints;  // free again: the step that used it was collected
   upload_tables(e, staging + (size_t)BATCH_INTS * e->size.max_tokens);
   int runs = T;
   if (!decode || !device_has_it(g, b)) runs = upload_batch(e, b, T, decode, staging);
-  int parts = ceil_div(c->n_heads / c->n_kv_heads, TILE_ROWS), blocks = runs * c->n_kv_heads * parts;
+  int parts = ceil_div(c->n_heads / c->n_kv_heads, TILE_ROWS),
+      blocks = runs * c->n_kv_heads * parts;
   int splits = blocks < 2 * g->device->sms ? last_pos / SPLIT + 1 : 1;
   if (decode) replay_decode(e, T, splits);
   if (!decode) gpu_forward(e, T, b->n_rows, runs, splits, false);
@@ -1902,7 +2134,8 @@ static void gpu_submit(Engine* e, const Batch* b, Step* s) {
     g->last.slot[t] = b->slot[t];
     g->last.pos[t] = b->pos[t];
   }
-  CUDA_CHECK(cudaMemcpyAsync(g->sampled + (size_t)which * e->size.max_slots, g->sampler.sampled, e->size.max_slots * sizeof(int), cudaMemcpyDeviceToHost, g->stream));
+  CUDA_CHECK(cudaMemcpyAsync(g->sampled + (size_t)which * e->size.max_slots, g->sampler.sampled,
+                             e->size.max_slots * sizeof(int), cudaMemcpyDeviceToHost, g->stream));
   CUDA_CHECK(cudaEventRecord(g->end[which], g->stream));
 }
 
@@ -1913,7 +2146,8 @@ static void gpu_collect(Engine* e, Step* s) {
   CUDA_CHECK(cudaEventSynchronize(g->end[which]));
   CUDA_CHECK(cudaEventElapsedTime(&ms, g->base, g->end[which]));
   s->end = g->base_time + 1e-3 * ms;
-  for (int r = 0; r < s->n_rows; r++) s->tokens[r] = g->sampled[(size_t)which * e->size.max_slots + s->slot[r]];
+  for (int r = 0; r < s->n_rows; r++)
+    s->tokens[r] = g->sampled[(size_t)which * e->size.max_slots + s->slot[r]];
 }
 
 // Working memory for steps of at most max_tokens tokens and max_slots rows.
@@ -1923,14 +2157,16 @@ static bool gpu_work_alloc(Engine* e) {
   const Layer* l = &e->w->layers[0];
   size_t T = e->size.max_tokens, R = graph_size(e->size.max_slots), y = 0, split_rows;
   const Matrix* unsummed[] = {&l->qkv, &l->o, &l->down};
-  for (int i = 0; i < 3; i++) {  // most floats in y: all tokens summed, or as many as tile_slices leaves in slices
+  for (int i = 0; i < 3;
+       i++) {  // most floats in y: all tokens summed, or as many as tile_slices leaves in slices
     const Matrix* m = unsummed[i];
     size_t sliced = (size_t)g->device->sms * 128 * 128 * m->slices;
     if (sliced > T * m->n * m->slices) sliced = T * m->n * m->slices;
     y = sliced > y ? sliced : y;
     y = T * m->n > y ? T * m->n : y;
   }
-  split_rows = 2 * g->device->sms / c->n_kv_heads + 1;  // runs that attention splits: see gpu_submit
+  split_rows =
+      2 * g->device->sms / c->n_kv_heads + 1;  // runs that attention splits: see gpu_submit
   split_rows *= TILE_ROWS * c->n_kv_heads;
   size_t splits = e->size.max_positions / SPLIT + 1, lists = BATCH_INTS * T;
   size_t table = (size_t)e->size.max_slots * e->blocks.max_blocks;
@@ -1980,7 +2216,13 @@ static bool gpu_engine_open(Engine* e) {
   g->last.pos = (int*)xcalloc(e->size.max_slots, sizeof(int));
   CUDA_CHECK(cudaMallocHost((void**)&g->staging, IN_FLIGHT * g->staging_ints * sizeof(int)));
   CUDA_CHECK(cudaMallocHost((void**)&g->sampled, IN_FLIGHT * e->size.max_slots * sizeof(int)));
-  DeviceKV kv = {(half*)e->kv.k, (half*)e->kv.v, e->kv.n_blocks, e->kv.max_blocks, c->n_heads, c->n_kv_heads, 0};
+  DeviceKV kv = {(half*)e->kv.k,
+                 (half*)e->kv.v,
+                 e->kv.n_blocks,
+                 e->kv.max_blocks,
+                 c->n_heads,
+                 c->n_kv_heads,
+                 0};
   g->qkv.kv = kv;
   g->qkv.angles = (const float2*)e->w->rope;
   g->qkv.head_dim = c->head_dim;
@@ -2009,10 +2251,12 @@ static void gpu_engine_close(Engine* e) {
 // The last step's logits, [R, V]: for tests and for whoever wants to look.
 static void gpu_copy_logits(Engine* e, int rows, float* out) {
   CUDA_CHECK(cudaStreamSynchronize(e->gpu->stream));
-  CUDA_CHECK(cudaMemcpy(out, e->gpu->logits, (size_t)rows * e->w->config.vocab_size * sizeof(float), cudaMemcpyDeviceToHost));
+  CUDA_CHECK(cudaMemcpy(out, e->gpu->logits, (size_t)rows * e->w->config.vocab_size * sizeof(float),
+                        cudaMemcpyDeviceToHost));
 }
 
-// Fills rows of a matrix on the device: a seeded tensor is drawn there, a stored one goes up in chunks and is packed there.
+// Fills rows of a matrix on the device: a seeded tensor is drawn there, a stored one goes up in
+// chunks and is packed there.
 static bool gpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
   const size_t chunk_bytes = (size_t)64 << 20;
   size_t row_bytes = (size_t)from->cols * (from->dtype == DT_F32 ? 4 : 2);
@@ -2024,11 +2268,13 @@ static bool gpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
     int rows = from->rows - row < most ? from->rows - row : most;
     Tensor part = *from;
     if (from->data) {
-      CUDA_CHECK(cudaMemcpy(staging, (const char*)from->data + row * row_bytes, rows * row_bytes, cudaMemcpyHostToDevice));
+      CUDA_CHECK(cudaMemcpy(staging, (const char*)from->data + row * row_bytes, rows * row_bytes,
+                            cudaMemcpyHostToDevice));
       part.data = staging;
     }
     size_t n = (size_t)rows * from->cols;
-    pack_kernel<<<(unsigned)((n + 255) / 256), 256>>>((half*)m->w, part, map, row, rows, m->k, packed);
+    pack_kernel<<<(unsigned)((n + 255) / 256), 256>>>((half*)m->w, part, map, row, rows, m->k,
+                                                      packed);
     CUDA_CHECK(cudaGetLastError());
   }
   CUDA_CHECK(cudaDeviceSynchronize());
@@ -2041,8 +2287,10 @@ static void gpu_upload(void* to, const void* from, size_t bytes) {
 }
 
 static const Backend gpu_backend = {
-    gpu_open, gpu_probe_bandwidth, gpu_probe_rate, gpu_used, gpu_alloc, gpu_free, gpu_upload, TILE_ROWS, TILE_K,
-    matrix_slices, gpu_fill, gpu_engine_open, gpu_engine_close, gpu_submit, gpu_collect, gpu_copy_logits,
+    gpu_open,        gpu_probe_bandwidth, gpu_probe_rate,   gpu_used,   gpu_alloc,
+    gpu_free,        gpu_upload,          MAX_BLOCK_ROWS,   TILE_K,     matrix_slices,
+    gpu_fill,        gpu_engine_open,     gpu_engine_close, gpu_submit, gpu_collect,
+    gpu_copy_logits,
 };
 
 static const Backend* cuda_backend(void) {
@@ -2056,8 +2304,7 @@ static const Backend* cuda_backend(void) {
 }
 
 #endif
-// ---------------------------------------------------------------------------------------------------------------------
-// From a Model (where the numbers are) to Weights (where the device wants them).
+// ---- From a Model (where the numbers are) to Weights (where the device wants them).
 
 // The teaching rungs read plain rows; only the matrix units want fragments.
 static bool packs_weights(Matmul m) {
@@ -2074,15 +2321,18 @@ static bool matrix_open(Weights* w, Device* d, Matrix* m, int n, int k, bool sli
   return m->w != NULL;
 }
 
-static bool fill_matrix(const Weights* w, const Device* d, Matrix* m, const Tensor* from, int first, int pair) {
+static bool fill_matrix(const Weights* w, const Device* d, Matrix* m, const Tensor* from, int first,
+                        int pair) {
   RowMap map = {first, pair};
   return d->api->fill(m, from, map, packs_weights(w->matmul));
 }
 
-// Floats that every device reads as they are: norms (ones in a random model) and RoPE angles. from may be NULL.
+// Floats that every device reads as they are: norms (ones in a random model) and RoPE angles. from
+// may be NULL.
 static float* floats_open(Device* d, const Tensor* from, const float* values, size_t n) {
   float* host = (float*)xcalloc(n, sizeof(float));
-  for (size_t i = 0; i < n; i++) host[i] = values ? values[i] : from->data ? f16_to_f32(tensor_at(from, i)) : 1.0f;
+  for (size_t i = 0; i < n; i++)
+    host[i] = values ? values[i] : from->data ? f16_to_f32(tensor_at(from, i)) : 1.0f;
   float* p = (float*)device_alloc(d, MEM_WEIGHTS, n * sizeof(float));
   if (p) d->api->upload(p, host, n * sizeof(float));
   free(host);
@@ -2092,12 +2342,16 @@ static float* floats_open(Device* d, const Tensor* from, const float* values, si
 static bool layer_open(Weights* w, Device* d, Layer* l, const LayerTensors* t) {
   const Config* c = &w->config;
   int q = c->n_heads * c->head_dim, kv = c->n_kv_heads * c->head_dim;
-  bool ok = matrix_open(w, d, &l->qkv, qkv_width(c), c->dim, true) && matrix_open(w, d, &l->o, c->dim, q, true) &&
-            matrix_open(w, d, &l->gate_up, 2 * c->hidden_dim, c->dim, false) && matrix_open(w, d, &l->down, c->dim, c->hidden_dim, true);
+  bool ok = matrix_open(w, d, &l->qkv, qkv_width(c), c->dim, true) &&
+            matrix_open(w, d, &l->o, c->dim, q, true) &&
+            matrix_open(w, d, &l->gate_up, 2 * c->hidden_dim, c->dim, false) &&
+            matrix_open(w, d, &l->down, c->dim, c->hidden_dim, true);
   int K = c->head_dim, F = c->hidden_dim;
-  ok = ok && fill_matrix(w, d, &l->qkv, &t->q, 0, K) && fill_matrix(w, d, &l->qkv, &t->k, q, K) && fill_matrix(w, d, &l->qkv, &t->v, q + kv, K);
+  ok = ok && fill_matrix(w, d, &l->qkv, &t->q, 0, K) && fill_matrix(w, d, &l->qkv, &t->k, q, K) &&
+       fill_matrix(w, d, &l->qkv, &t->v, q + kv, K);
   ok = ok && fill_matrix(w, d, &l->o, &t->o, 0, 0) && fill_matrix(w, d, &l->down, &t->down, 0, 0);
-  ok = ok && fill_matrix(w, d, &l->gate_up, &t->gate, 0, 2 * F) && fill_matrix(w, d, &l->gate_up, &t->up, F, 2 * F);
+  ok = ok && fill_matrix(w, d, &l->gate_up, &t->gate, 0, 2 * F) &&
+       fill_matrix(w, d, &l->gate_up, &t->up, F, 2 * F);
   l->attn_norm = ok ? floats_open(d, &t->attn_norm, NULL, c->dim) : NULL;
   l->mlp_norm = ok ? floats_open(d, &t->mlp_norm, NULL, c->dim) : NULL;
   return ok && l->attn_norm && l->mlp_norm;
@@ -2116,15 +2370,19 @@ static void weights_close(Weights* w, Device* d) {
 }
 
 // positions: the longest sequence that will run. False: err says that the weights do not fit.
-static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, int positions, char* err) {
+static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, int positions,
+                         char* err) {
   const Config* c = &m->config;
   memset(w, 0, sizeof *w);
   w->config = *c;
   w->matmul = matmul;
   w->layers = (Layer*)xcalloc(c->n_layers, sizeof(Layer));
-  bool ok = matrix_open(w, d, &w->embed, c->vocab_size, c->dim, false) && fill_matrix(w, d, &w->embed, &m->embed, 0, 0);
+  bool ok = matrix_open(w, d, &w->embed, c->vocab_size, c->dim, false) &&
+            fill_matrix(w, d, &w->embed, &m->embed, 0, 0);
   w->head = w->embed;
-  if (!c->tied) ok = ok && matrix_open(w, d, &w->head, c->vocab_size, c->dim, false) && fill_matrix(w, d, &w->head, &m->head, 0, 0);
+  if (!c->tied)
+    ok = ok && matrix_open(w, d, &w->head, c->vocab_size, c->dim, false) &&
+         fill_matrix(w, d, &w->head, &m->head, 0, 0);
   for (int i = 0; i < c->n_layers && ok; i++) ok = layer_open(w, d, &w->layers[i], &m->layers[i]);
   float* angles = (float*)xcalloc((size_t)positions * c->head_dim, sizeof(float));
   rope_table(c, positions, angles);
@@ -2132,7 +2390,8 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
   w->rope = ok ? floats_open(d, NULL, angles, (size_t)positions * c->head_dim) : NULL;
   free(angles);
   if (w->final_norm && w->rope) return true;
-  snprintf(err, ERR_LEN, "%s does not fit: weights need %.1f GiB, the limit is %.1f GiB", c->name, 2.0 * parameter_count(c) / GIB, d->limit / GIB);
+  snprintf(err, ERR_LEN, "%s does not fit: weights need %.1f GiB, the limit is %.1f GiB", c->name,
+           2.0 * parameter_count(c) / GIB, d->limit / GIB);
   weights_close(w, d);
   return false;
 }
@@ -2140,7 +2399,16 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
 
 #define BS_VERSION "0.1.0"
 
-// -------------------------------------------------------------------------------------------------
+// Writes one line for a person. Always false, for `return say(...)` where something is refused.
+__attribute__((format(printf, 3, 4))) static bool say(char* to, size_t n, const char* text, ...) {
+  va_list args;
+  va_start(args, text);
+  vsnprintf(to, n, text, args);
+  va_end(args);
+  for (char* end; (end = strchr(to, '\n')) != NULL;) *end = ' ';
+  return false;
+}
+
 // Metrics: a mean hides the requests that waited, and large batches hurt the tail first, so latency
 // is reported as percentiles (article 1, section 3: "P95 or P99, not only the average").
 
@@ -2165,7 +2433,7 @@ static Percentiles percentiles_of(double* values, int n) {
   for (int i = 0; i < n; i++) {
     if (!isnan(values[i])) values[kept++] = values[i];
   }
-  if (kept > 0) qsort(values, (size_t)kept, sizeof *values, compare_doubles);
+  qsort(values, (size_t)kept, sizeof *values, compare_doubles);
   Percentiles p = {percentile(values, kept, 50), percentile(values, kept, 95),
                    percentile(values, kept, 99), kept};
   return p;
@@ -2175,90 +2443,75 @@ static double at_percentile(Percentiles p, int percentile) {
   return percentile == 50 ? p.p50 : percentile == 95 ? p.p95 : p.p99;
 }
 
-// -------------------------------------------------------------------------------------------------
 // Knee: which batch size to run. Not the largest that fits: the last one before memory, the latency
 // target or the tail gives way, or the one where throughput stops paying (article 1, section 5).
 
 static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end"};  // StopRule
-
-// A doubling of the batch can at most double a step's work; 10% more is noise, the rest is queueing
-// or preemption.
-static const double jump_limit = 2.2;
 
 // How a quantity that went from x to y changed per doubling of the batch: 2 = it doubled too.
 static double per_doubling(double x, double y, const SweepRow* from, const SweepRow* to) {
   return pow(y / x, 1 / log2((double)to->batch / from->batch));
 }
 
-// Always true, for `return stop(...)`.
-__attribute__((format(printf, 4, 5))) static bool stop(Knee* k, StopRule rule, int at,
-                                                       const char* format, ...) {
-  va_list args;
-  va_start(args, format);
-  vsnprintf(k->why, sizeof k->why, format, args);
-  va_end(args);
-  k->rule = rule;
-  k->stopped_at = at;
-  return true;
-}
-
-// Rule d: does no later row that ran grow by min_gain_pct per doubling over row i? All of them are
-// asked, since throughput dips where kernels switch, and a dip is not a plateau.
-static bool on_plateau(const SweepRow* rows, int n, int i, KneeRules rules, Knee* k) {
+// Rules a, b and c, in this order: may the walk step on row i? An unmeasured latency is NaN, which
+// compares false and breaks nothing.
+static bool may_step_on(const SweepRow* rows, int i, KneeRules rules, Knee* k) {
   const SweepRow* r = &rows[i];
-  const SweepRow* best = NULL;
-  double best_gain = -INFINITY;
-  for (const SweepRow* next = r + 1; next < rows + n; next++) {
-    double gain = 100 * (per_doubling(r->output_tok_s, next->output_tok_s, r, next) - 1);
-    if (next->status != ROW_OK || !(gain > best_gain)) continue;
-    best = next;
-    best_gain = gain;
-  }
-  if (!best || best_gain >= rules.min_gain_pct) return false;
-  return stop(k, STOP_PLATEAU, i,
-              "no batch above %d gains %g%% per doubling: the best, %d, gives %+.1f%%", r->batch,
-              rules.min_gain_pct, best->batch, best_gain);
-}
-
-// Rules a, b and c, in this order: must the walk stop before row i? A latency that was not measured
-// is NaN, compares false and breaks nothing.
-static bool breaks_a_rule(const SweepRow* rows, int i, KneeRules rules, Knee* k) {
-  const SweepRow* r = &rows[i];
-  int q = rules.percentile;
-  if (r->status != ROW_OK) {
-    return stop(k, STOP_MEMORY, i, "batch %d did not fit: %s", r->batch, r->reason);
-  }
-  double used_pct = 100 * r->mem_used_mib / r->mem_limit_mib;
-  if (r->mem_limit_mib > 0 && used_pct > rules.watermark_pct) {
-    return stop(k, STOP_MEMORY, i, "batch %d would use %.1f%% of %.2f GiB, over the %g%% watermark",
-                r->batch, used_pct, r->mem_limit_mib / 1024, rules.watermark_pct);
-  }
   const char* slo_text = "batch %d would break the %s SLO: P%d %.2f ms > %g ms";
+  size_t size = sizeof k->why;
+  int q = rules.percentile;
   double ttft = at_percentile(r->ttft, q);
   double tpot = at_percentile(r->tpot, q);
+  k->stopped_at = i;
+  k->rule = STOP_MEMORY;
+  if (r->status != ROW_OK) {
+    return say(k->why, size, "batch %d did not fit: %s", r->batch, r->reason);
+  }
+  if (100 * r->mem_used_mib > rules.watermark_pct * r->mem_limit_mib) {
+    return say(k->why, size, "batch %d would use %.2f of %.2f GiB, over the %g%% watermark",
+               r->batch, r->mem_used_mib / 1024, r->mem_limit_mib / 1024, rules.watermark_pct);
+  }
+  k->rule = STOP_SLO;
   if (rules.slo_ttft_ms > 0 && ttft > rules.slo_ttft_ms) {
-    return stop(k, STOP_SLO, i, slo_text, r->batch, "TTFT", q, ttft, rules.slo_ttft_ms);
+    return say(k->why, size, slo_text, r->batch, "TTFT", q, ttft, rules.slo_ttft_ms);
   }
   if (rules.slo_tpot_ms > 0 && tpot > rules.slo_tpot_ms) {
-    return stop(k, STOP_SLO, i, slo_text, r->batch, "TPOT", q, tpot, rules.slo_tpot_ms);
+    return say(k->why, size, slo_text, r->batch, "TPOT", q, tpot, rules.slo_tpot_ms);
   }
-  if (i == 0) return false;
-  double before = at_percentile(r[-1].tpot, q);
-  double jump = per_doubling(before, tpot, r - 1, r);
-  if (!(jump > jump_limit)) return false;
-  return stop(k, STOP_JUMP, i,
-              "from batch %d to %d TPOT P%d jumps from %.1f to %.1f ms: %.2fx per doubling",
-              r[-1].batch, r->batch, q, before, tpot, jump);
+  if (i == 0) return true;
+  // A doubling of the batch at most doubles a step's work; 10% is noise, the rest is queueing.
+  double jump = per_doubling(at_percentile(r[-1].tpot, q), tpot, r - 1, r);
+  k->rule = STOP_JUMP;
+  if (!(jump > 2.2)) return true;
+  return say(k->why, size, "from batch %d to %d TPOT P%d jumps to %.2f ms, %.2fx per doubling",
+             r[-1].batch, r->batch, q, tpot, jump);
+}
+
+// Rule d: does a later row that ran grow by min_gain_pct per doubling over row i? Every one is
+// asked, since throughput dips where kernels switch, and a dip is not a plateau.
+static bool grows_after(const SweepRow* rows, int n, int i, KneeRules rules, Knee* k) {
+  double best = -INFINITY;
+  for (int j = i + 1; j < n; j++) {
+    double ratio = per_doubling(rows[i].output_tok_s, rows[j].output_tok_s, &rows[i], &rows[j]);
+    if (rows[j].status == ROW_OK && ratio > best) best = ratio;
+  }
+  double gain = 100 * (best - 1);
+  k->rule = STOP_PLATEAU;
+  if (isinf(best) || gain >= rules.min_gain_pct) return true;
+  return say(k->why, sizeof k->why, "no batch above %d gains %g%% per doubling (at best %+.1f%%)",
+             rows[i].batch, rules.min_gain_pct, gain);
 }
 
 // PRECONDITION: rows ascend strictly by batch. The walk stands on a row that breaks no rule; there
 // it asks d first (stay here?), then a, b and c of the next row (may I step up?).
 static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
   Knee k = {-1, -1, -1, STOP_END, -1, "no batch size was measured"};
-  for (int i = 0; i < n && !breaks_a_rule(rows, i, rules, &k); i++) {
+  for (int i = 0; i < n && may_step_on(rows, i, rules, &k); i++) {
     k.working = i;
-    if (on_plateau(rows, n, i, rules, &k)) break;
-    stop(&k, STOP_END, -1, "batch %d is the largest measured and breaks no rule", rows[i].batch);
+    if (!grows_after(rows, n, i, rules, &k)) break;
+    k.rule = STOP_END;
+    k.stopped_at = -1;
+    say(k.why, sizeof k.why, "batch %d is the largest and breaks no rule", rows[i].batch);
   }
   k.start = k.working > 0 ? k.working - 1 : k.working;
 
@@ -2272,80 +2525,96 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
   return k;
 }
 
-// -------------------------------------------------------------------------------------------------
-// Files: what a run leaves behind: sweep.csv with every row, config.json with the choice (article 1,
-// section 6). The column table is the one place that knows a row's names, in both files.
-
-// What a field of a row or an option holds.
-typedef enum { INT, REAL, SIZE, BATCHES, PROMPT, CHOICE, TEXT, FLAG, HEADING, STATUS, BOUND } Type;
-
-typedef struct {
-  const char* name;  // scripts rely on it: columns may be added, never renamed
-  Type type;
-  size_t offset;
-} Column;
-
-#define AT(field) offsetof(SweepRow, field)
-static const Column sweep_columns[] = {{"batch", INT, AT(batch)},
-                                       {"input_len", INT, AT(input_len)},
-                                       {"output_len", INT, AT(output_len)},
-                                       {"repeats", INT, AT(repeats)},
-                                       {"status", STATUS, AT(status)},
-                                       {"reason", TEXT, AT(reason)},
-                                       {"output_tok_s", REAL, AT(output_tok_s)},
-                                       {"user_tok_s", REAL, AT(user_tok_s)},
-                                       {"prefill_tok_s", REAL, AT(prefill_tok_s)},
-                                       {"ttft_p50_ms", REAL, AT(ttft.p50)},
-                                       {"ttft_p95_ms", REAL, AT(ttft.p95)},
-                                       {"ttft_p99_ms", REAL, AT(ttft.p99)},
-                                       {"tpot_p50_ms", REAL, AT(tpot.p50)},
-                                       {"tpot_p95_ms", REAL, AT(tpot.p95)},
-                                       {"tpot_p99_ms", REAL, AT(tpot.p99)},
-                                       {"itl_p50_ms", REAL, AT(itl.p50)},
-                                       {"itl_p95_ms", REAL, AT(itl.p95)},
-                                       {"itl_p99_ms", REAL, AT(itl.p99)},
-                                       {"e2e_p50_ms", REAL, AT(e2e.p50)},
-                                       {"e2e_p95_ms", REAL, AT(e2e.p95)},
-                                       {"e2e_p99_ms", REAL, AT(e2e.p99)},
-                                       {"n_itl", INT, AT(itl.n)},
-                                       {"n_requests", INT, AT(n_requests)},
-                                       {"step_us", REAL, AT(step_us)},
-                                       {"roof_us", REAL, AT(roof_us)},
-                                       {"roof_pct", REAL, AT(roof_pct)},
-                                       {"mbu_pct", REAL, AT(mbu_pct)},
-                                       {"mfu_pct", REAL, AT(mfu_pct)},
-                                       {"bound", BOUND, AT(bound)},
-                                       {"mem_weights_mib", REAL, AT(mem_weights_mib)},
-                                       {"mem_kv_mib", REAL, AT(mem_kv_mib)},
-                                       {"mem_work_mib", REAL, AT(mem_work_mib)},
-                                       {"mem_other_mib", REAL, AT(mem_other_mib)},
-                                       {"mem_used_mib", REAL, AT(mem_used_mib)},
-                                       {"mem_limit_mib", REAL, AT(mem_limit_mib)},
-                                       {"noreuse_us", REAL, AT(noreuse_us)},
-                                       {"step_bytes", REAL, AT(step_bytes)},
-                                       {"step_flops", REAL, AT(step_flops)}};
-#undef AT
-enum { N_SWEEP_COLUMNS = sizeof sweep_columns / sizeof sweep_columns[0] };
+// Files: sweep.csv with every row, config.json with the choice (article 1, section 6). Scripts rely
+// on the names in them: add, never rename.
 
 static const char* const status_names[] = {"ok", "skipped", "oom"};  // RowStatus
 static const char* const bound_names[] = {"memory (weights)", "memory (KV)", "compute", "overhead"};
 
-// One cell as text; "" where the value is undefined.
-static void format_cell(const SweepRow* row, const Column* c, char* text, size_t size) {
-  const char* field = (const char*)row + c->offset;
-  double value = c->type == INT    ? *(const int*)field
-                 : c->type == REAL ? *(const double*)field
-                                   : NAN;
-  text[0] = '\0';
-  if (isfinite(value) && (c->type == REAL || value > 0)) snprintf(text, size, "%.6g", value);
-  if (c->type == TEXT) snprintf(text, size, "%s", field);
-  if (c->type == STATUS) snprintf(text, size, "%s", status_names[row->status]);
-  if (c->type == BOUND && isfinite(row->roof_us))
-    snprintf(text, size, "%s", bound_names[row->bound]);
+// Bytes of the UTF-8 character at s; 0 if a control or not UTF-8 (a byte-level model writes both).
+static int utf8_length(const unsigned char* s) {
+  if (s[0] < 0xc2 || s[0] > 0xf4) return s[0] >= 0x20 && s[0] < 0x80;
+  int n = s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : 4;
+  int two = s[0] << 8 | s[1];  // overlong forms, surrogates and codes over 0x10ffff show in them
+  bool overlong = (two >= 0xe000 && two < 0xe0a0) || (two >= 0xf000 && two < 0xf090);
+  if (overlong || (two >= 0xeda0 && two < 0xee00) || two >= 0xf490) return 0;
+  for (int i = 1; i < n; i++) {
+    if ((s[i] & 0xc0) != 0x80) return 0;
+  }
+  return n;
 }
 
-// A result file is written as NAME.tmp and renamed on close, so NAME is always a complete file.
-// Rows are flushed one by one: after Ctrl-C close it as usual, after a crash NAME.tmp has the rows.
+static void put_json_string(FILE* f, const char* text) {
+  fputc('"', f);
+  for (const unsigned char* s = (const unsigned char*)text; *s;) {
+    int n = utf8_length(s);
+    if (n == 0) fprintf(f, "\\u%04x", *s);
+    if (*s == '"' || *s == '\\') fputc('\\', f);
+    fwrite(s, 1, (size_t)n, f);
+    s += n > 0 ? n : 1;
+  }
+  fputc('"', f);
+}
+
+// Writes fields such as "'batch': %d, 'user_tok_s': %g, 'bound': %s": their names as a CSV header,
+// their values as a CSV row, or all as JSON. A number that is NaN or 0 is undefined and left out.
+typedef enum { HEADER, CSV, JSON } Form;
+__attribute__((format(printf, 3, 4))) static void put(FILE* f, Form form, const char* fields, ...) {
+  va_list args;
+  va_start(args, fields);
+  for (bool in_name = false; *fields; fields++) {
+    char kind = *fields == '%' ? *++fields : '\0';
+    if (*fields == '\'') in_name = !in_name;
+    if (kind == 's') {
+      const char* text = va_arg(args, const char*);
+      if (form == CSV) fprintf(f, strchr(text, ',') ? "\"%s\"" : "%s", text);
+      if (form == JSON) put_json_string(f, text);
+    } else if (kind != '\0') {
+      double value = kind == 'd' ? va_arg(args, int) : va_arg(args, double);
+      bool defined = isfinite(value) && value != 0;
+      if (form != HEADER && defined) fprintf(f, "%.9g", value);
+      if (form == JSON && !defined) fputs("null", f);
+    } else if (form == JSON || *fields == ',' || (form == HEADER && in_name && *fields != '\'')) {
+      fputc(form == JSON && *fields == '\'' ? '"' : *fields, f);
+    }
+  }
+  va_end(args);
+}
+
+// What is known of one batch size: a line of sweep.csv, and `measured` in config.json.
+static void put_sweep_row(FILE* f, Form form, const SweepRow* r) {
+  put(f, form,
+      "'batch': %d, 'input_len': %d, 'output_len': %d, 'repeats': %d, 'status': %s, 'reason': %s,\n"
+      "'output_tok_s': %g, 'user_tok_s': %g, 'prefill_tok_s': %g, 'ttft_p50_ms': %g,\n"
+      "'ttft_p95_ms': %g, 'ttft_p99_ms': %g, 'tpot_p50_ms': %g, 'tpot_p95_ms': %g,\n"
+      "'tpot_p99_ms': %g, 'itl_p50_ms': %g, 'itl_p95_ms': %g, 'itl_p99_ms': %g, 'e2e_p50_ms': %g,\n"
+      "'e2e_p95_ms': %g, 'e2e_p99_ms': %g, 'n_itl': %d, 'n_requests': %d, 'step_us': %g,\n"
+      "'roof_us': %g, 'roof_pct': %g, 'mbu_pct': %g, 'mfu_pct': %g, 'bound': %s,\n"
+      "'mem_weights_mib': %g, 'mem_kv_mib': %g, 'mem_work_mib': %g, 'mem_other_mib': %g,\n"
+      "'mem_used_mib': %g, 'mem_limit_mib': %g, 'noreuse_us': %g, 'step_bytes': %g,\n"
+      "'step_flops': %g",
+      r->batch, r->input_len, r->output_len, r->repeats, status_names[r->status], r->reason,
+      r->output_tok_s, r->user_tok_s, r->prefill_tok_s, r->ttft.p50, r->ttft.p95, r->ttft.p99,
+      r->tpot.p50, r->tpot.p95, r->tpot.p99, r->itl.p50, r->itl.p95, r->itl.p99, r->e2e.p50,
+      r->e2e.p95, r->e2e.p99, r->itl.n, r->n_requests, r->step_us, r->roof_us, r->roof_pct,
+      r->mbu_pct, r->mfu_pct, r->roof_us > 0 ? bound_names[r->bound] : "", r->mem_weights_mib,
+      r->mem_kv_mib, r->mem_work_mib, r->mem_other_mib, r->mem_used_mib, r->mem_limit_mib,
+      r->noreuse_us, r->step_bytes, r->step_flops);
+  fputc('\n', f);
+  fflush(f);  // after a crash, the rows so far are in the file
+}
+
+static SweepRow no_row;  // all of it undefined
+
+static void write_csv_header(FILE* f) {
+  put_sweep_row(f, HEADER, &no_row);
+}
+
+static void write_csv_row(FILE* f, const SweepRow* row) {
+  put_sweep_row(f, CSV, row);
+}
+
+// Written as NAME.tmp and renamed on close, so that NAME is always a complete file.
 typedef struct {
   FILE* f;
   char path[4200], tmp[4200];  // beyond PATH_MAX: a truncated path cannot be opened by accident
@@ -2355,236 +2624,101 @@ static bool result_open(ResultFile* r, const char* dir, const char* name, char* 
   snprintf(r->path, sizeof r->path, "%s/%s", dir, name);
   snprintf(r->tmp, sizeof r->tmp, "%s/%s.tmp", dir, name);
   r->f = fopen(r->tmp, "w");
-  if (!r->f) snprintf(err, ERR_LEN, "%.300s: cannot write: %s", r->tmp, strerror(errno));
-  return r->f != NULL;
+  return r->f || say(err, ERR_LEN, "%.300s: cannot write: %s", r->tmp, strerror(errno));
 }
 
 static bool result_close(ResultFile* r, char* err) {
-  bool written = fflush(r->f) == 0 && !ferror(r->f);  // ferror remembers a failed row
-  bool closed = fclose(r->f) == 0;
-  if (written && closed && rename(r->tmp, r->path) == 0) return true;
-  snprintf(err, ERR_LEN, "%.300s: cannot write: %s", r->path, strerror(errno));
-  return false;
+  bool written = !ferror(r->f);  // no earlier row failed
+  if (fclose(r->f) == 0 && written && rename(r->tmp, r->path) == 0) return true;
+  return say(err, ERR_LEN, "%.300s: cannot write: %s", r->path, strerror(errno));
 }
 
-static void write_csv_header(FILE* f) {
-  for (int c = 0; c < N_SWEEP_COLUMNS; c++) fprintf(f, "%s%s", c ? "," : "", sweep_columns[c].name);
-  fputc('\n', f);
-}
-
-static void write_csv_row(FILE* f, const SweepRow* row) {
-  for (int c = 0; c < N_SWEEP_COLUMNS; c++) {
-    char text[200];
-    format_cell(row, &sweep_columns[c], text, sizeof text);
-    const char* quote = strpbrk(text, ",\"\r\n") ? "\"" : "";
-    fprintf(f, "%s%s", c ? "," : "", quote);
-    for (const char* p = text; *p; p++) fprintf(f, *p == '"' ? "\"\"" : "%c", *p);
-    fputs(quote, f);
-  }
-  fputc('\n', f);
-  fflush(f);
-}
-
-// Bytes of the UTF-8 character at s; 0 where it is not one (a byte-level model may write anything).
-static int utf8_length(const unsigned char* s) {
-  static const unsigned least[] = {0, 0, 0x80, 0x800,
-                                   0x10000};  // a smaller code has a shorter form
-  if (s[0] < 0xc0) return s[0] < 0x80;
-  int n = s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : 4;
-  unsigned code = s[0] & (n == 2 ? 0x1f : 0x0f);
-  for (int i = 1; i < n; i++) {
-    if ((s[i] & 0xc0) != 0x80) return 0;
-    code = code << 6 | (s[i] & 0x3f);
-  }
-  bool surrogate = code >= 0xd800 && code < 0xe000;
-  return code >= least[n] && code < 0x110000 && !surrogate ? n : 0;
-}
-
-static void put_json_string(FILE* f, const char* text) {
-  const unsigned char* s = (const unsigned char*)text;
-  fputc('"', f);
-  while (*s) {
-    int n = utf8_length(s);
-    if (n == 0 || *s < 0x20) {
-      fprintf(f, "\\u%04x", n ? *s : 0xfffd);
-    } else {
-      fprintf(f, "%s%.*s", *s == '"' || *s == '\\' ? "\\" : "", n, (const char*)s);
-    }
-    s += n ? n : 1;
-  }
-  fputc('"', f);
-}
-
-// A printf for JSON: %s is a string with its quotes, %g a number or null, ' stands for ".
-__attribute__((format(printf, 2, 3))) static void put_json(FILE* f, const char* format, ...) {
-  va_list args;
-  va_start(args, format);
-  for (; *format; format++) {
-    if (*format != '%') {
-      fputc(*format == '\'' ? '"' : *format, f);
-    } else if (*++format == 's') {
-      put_json_string(f, va_arg(args, const char*));
-    } else {
-      double value = va_arg(args, double);
-      fprintf(f, isfinite(value) ? "%.10g" : "null", value);
-    }
-  }
-  va_end(args);
-}
-
-// The same limits as the options of the servers that readers will use, so that the result outlives
-// this program. Each server counts memory differently: vLLM as the share of the card it may fill,
-// SGLang as the share for weights and KV, TensorRT-LLM as the KV share of what the weights leave.
-static void write_engine_flags(FILE* f, const SweepRow* r, double watermark_pct, int step_tokens) {
-  int batch = r->batch;
-  int budget = step_tokens > batch ? step_tokens : batch;  // every running sequence needs a token
-  int context = r->input_len + r->output_len;
-  bool sized = r->input_len > 0 && r->output_len > 0;  // a foreign table may not say
-  double total = watermark_pct / 100;
-  double weights = r->mem_weights_mib / r->mem_limit_mib;
-  double work = (r->mem_work_mib + r->mem_other_mib) / r->mem_limit_mib;
-  if (!(weights + work < total)) weights = work = 0;  // memory was not measured
-  double kv = (total - work - weights) / (1 - work - weights);
-
-  fprintf(f, "    \"vllm\": \"--max-num-seqs %d --max-num-batched-tokens %d", batch, budget);
-  fprintf(f, " --gpu-memory-utilization %.2f", total);
-  if (sized) fprintf(f, " --max-model-len %d", context);
-  fprintf(f, "\",\n    \"sglang\": \"--max-running-requests %d", batch);
-  fprintf(f, " --chunked-prefill-size %d --mem-fraction-static %.2f", budget, total - work);
-  if (sized) fprintf(f, " --context-length %d", context);
-  fprintf(f, "\",\n    \"tensorrt_llm\": \"--max_batch_size %d --max_num_tokens %d", batch, budget);
-  fprintf(f, " --kv_cache_free_gpu_memory_fraction %.2f", kv);
-  if (sized) fprintf(f, " --max_seq_len %d", context);
-  fprintf(f, "\",\n    \"llama_cpp\": \"--parallel %d --batch-size %d", batch, budget);
-  if (sized) fprintf(f, " --ctx-size %.0f", (double)batch * context);  // shared by all slots
-  fprintf(f, "\"\n");
-}
-
-static void write_measured(FILE* f, const SweepRow* row) {
-  for (int c = 0; c < N_SWEEP_COLUMNS; c++) {
-    char text[200];
-    format_cell(row, &sweep_columns[c], text, sizeof text);
-    fprintf(f, "%s    \"%s\": ", c ? ",\n" : "", sweep_columns[c].name);
-    bool number = sweep_columns[c].type == INT || sweep_columns[c].type == REAL;
-    if (number || !text[0]) {
-      fputs(text[0] ? text : "null", f);
-    } else {
-      put_json_string(f, text);
-    }
-  }
-}
-
-static double null_if_zero(double x) {
-  return x == 0 ? NAN : x;
-}
-
+// PRECONDITION: at least one row. Whatever would follow from a working point is null without one.
 static bool write_config_json(const char* dir, const SweepReport* s, const char* dtype,
                               int step_tokens, char* err) {
   ResultFile file;
   if (!result_open(&file, dir, "config.json", err)) return false;
-  FILE* f = file.f;
   const Knee* k = &s->knee;
-  SweepRow none;  // without a working point everything that would follow from it is null
-  memset(&none, 0, sizeof none);
-  const SweepRow* r = k->working >= 0 ? &s->rows[k->working] : &none;
-  const SweepRow* start = k->start >= 0 ? &s->rows[k->start] : &none;
-  const SweepRow* second = k->second_opinion >= 0 ? &s->rows[k->second_opinion] : &none;
-  const SweepRow* any = s->n_rows > 0 ? &s->rows[0] : &none;  // every row has the same lengths
-  double input = null_if_zero(r->input_len);
-  double output = null_if_zero(r->output_len);
-  double batch = null_if_zero(r->batch);
+  const KneeRules* rules = &s->rules;
+  const SweepRow* r = k->working < 0 ? &no_row : &s->rows[k->working];
+  const SweepRow* start = k->start < 0 ? &no_row : &s->rows[k->start];
+  const SweepRow* second = k->second_opinion < 0 ? &no_row : &s->rows[k->second_opinion];
+  int b = r->batch;
+  int input = s->rows->input_len;  // the same in every row
+  int output = s->rows->output_len;
+  int context = input + output;
+  int step = step_tokens > b ? step_tokens : b;  // each running sequence needs a token in a step
+  double budget = (double)b * context;
+  double timeout = ceil(3 * r->e2e.p99 / 1000);  // s; what takes longer is stuck
   char date[32];
   time_t now = time(NULL);
   strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
-
-  put_json(f, "{\n  'working_batch': %g,\n  'start_batch': %g,\n", batch,
-           null_if_zero(start->batch));
-  put_json(f, "  'stopped_by': %s,\n  'why': %s,\n", stop_names[k->rule], k->why);
-  put_json(f, "  'second_opinion_batch': %g,\n  'limits': {\n", null_if_zero(second->batch));
-  put_json(f, "    'max_input_tokens': %g,\n    'max_new_tokens': %g,\n", input, output);
-  put_json(f, "    'concurrency_cap': %g,\n", batch);
-  put_json(f, "    'total_token_budget': %g,\n", batch * (input + output));
-  // A request at the working point takes its P99; three times that is stuck or queued too long.
-  put_json(f, "    'request_timeout_s': %g,\n", null_if_zero(ceil(3 * r->e2e.p99 / 1000)));
-  put_json(f, "    'memory_watermark_pct': %g\n  },\n", s->rules.watermark_pct);
-  put_json(f, "  'slos': {\n    'percentile': %g,\n", (double)s->rules.percentile);
-  put_json(f, "    'ttft_ms': %g,\n", null_if_zero(s->rules.slo_ttft_ms));
-  put_json(f, "    'tpot_ms': %g,\n", null_if_zero(s->rules.slo_tpot_ms));
-  put_json(f, "    'min_gain_pct': %g\n  },\n", s->rules.min_gain_pct);
-  put_json(f, "  'oom_policy': [%s, %s, %s, %s],\n", "lower the dynamic batch",
-           "shorten the output limit", "queue the request",
-           "never retry the same request as it is");
-  put_json(f, "  'fingerprint': {\n    'model': %s,\n    'dtype': %s,\n", s->model, dtype);
-  put_json(f, "    'device': %s,\n    'simulated': ", s->device);
-  put_json(f, s->simulated ? "true,\n" : "false,\n");
-  put_json(f, "    'input_len': %g,\n", null_if_zero(any->input_len));
-  put_json(f, "    'output_len': %g,\n", null_if_zero(any->output_len));
-  put_json(f, "    'date': %s,\n    'program': %s\n  },\n", date, "bs " BS_VERSION);
-  put_json(f, "  'measured': {\n");
-  if (r != &none) write_measured(f, r);
-  put_json(f, "\n  },\n  'engine_flags': {\n");
-  if (r != &none) write_engine_flags(f, r, s->rules.watermark_pct, step_tokens);
-  put_json(f, "  }\n}\n");
+  put(file.f, JSON,
+      "{\n'working_batch': %d,\n'start_batch': %d,\n'stopped_by': %s,\n'why': %s,\n"
+      "'second_opinion_batch': %d,\n"
+      "'limits': {\n'max_input_tokens': %d,\n'max_new_tokens': %d,\n'concurrency_cap': %d,\n"
+      "'total_token_budget': %g,\n'request_timeout_s': %g,\n'memory_watermark_pct': %g\n},\n"
+      "'slos': {\n'percentile': %d,\n'ttft_ms': %g,\n'tpot_ms': %g\n},\n"
+      "'oom_policy': ['lower the dynamic batch', 'shorten the output', 'queue',"
+      " 'never retry as is'],\n"
+      "'fingerprint': {\n'model': %s,\n'dtype': %s,\n'device': %s,\n'input_len': %d,\n"
+      "'output_len': %d,\n'date': %s\n},\n'measured': {\n",
+      b, start->batch, stop_names[k->rule], k->why, second->batch, input, output, b, budget,
+      timeout, rules->watermark_pct, rules->percentile, rules->slo_ttft_ms, rules->slo_tpot_ms,
+      s->model, dtype, s->device, input, output, date);
+  if (b > 0) put_sweep_row(file.f, JSON, r);
+  put(file.f, JSON, "},\n'engine_flags': {\n");
+  // The same as options of the servers that readers will use, so that the result outlives bs.
+  const char* flags =
+      "'vllm': '--max-num-seqs %d --max-num-batched-tokens %d --max-model-len %d"
+      " --gpu-memory-utilization %g',\n"
+      "'sglang': '--max-running-requests %d --chunked-prefill-size %d --context-length %d',\n"
+      "'tensorrt_llm': '--max_batch_size %d --max_num_tokens %d --max_seq_len %d',\n"
+      "'llama_cpp': '--parallel %d --batch-size %d --ctx-size %g'\n";
+  if (b > 0) {
+    put(file.f, JSON, flags, b, step, context, rules->watermark_pct / 100, b, step, context, b,
+        step, context, b, step, budget);
+  }
+  put(file.f, JSON, "}\n}\n");
   return result_close(&file, err);
 }
 
-// -------------------------------------------------------------------------------------------------
 // Table: one line per batch size with throughput, latency, memory and the bound side by side, since
 // no single one of them decides (article 1, section 5; article 2, section 4.4).
 
-// Beside P50 stands the percentile that the rules judge by (P95 where that is P50 itself).
-static int tail_of(KneeRules rules) {
-  return rules.percentile == 99 ? 99 : 95;
-}
-
+// Beside P50 stands the percentile that the rules judge by.
 static void print_table_header(FILE* f, KneeRules rules) {
-  int tail = tail_of(rules);
-  fprintf(f, "batch     tok/s tok/s/user TTFT p50   p%d ms TPOT p50   p%d ms     n", tail, tail);
+  int q = rules.percentile;
+  fprintf(f, "batch     tok/s tok/s/user TTFT p50   p%d ms TPOT p50   p%d ms     n", q, q);
   fprintf(f, " step us roof us roof%%  MBU%%  MFU%% mem GiB  bound\n");
 }
 
 static void print_row(FILE* f, const SweepRow* r, KneeRules rules) {
+  char line[256];
+  int q = rules.percentile;
   if (r->status != ROW_OK) {
     fprintf(f, "B=%d %s: %s\n", r->batch, status_names[r->status], r->reason);
     return;
   }
-  int tail = tail_of(rules);
-  static const int widths[] = {10, 11, 9, 9, 9, 9, 6, 8, 8, 6, 6, 6, 8};
-  static const int decimals[] = {1, 1, 2, 2, 2, 2, 0, 0, 0, 1, 1, 1, 2};
-  const double values[] = {r->output_tok_s,
-                           r->user_tok_s,
-                           r->ttft.p50,
-                           at_percentile(r->ttft, tail),
-                           r->tpot.p50,
-                           at_percentile(r->tpot, tail),
-                           (double)r->n_requests,
-                           r->step_us,
-                           r->roof_us,
-                           r->roof_pct,
-                           r->mbu_pct,
-                           r->mfu_pct,
-                           r->mem_used_mib / 1024};
-  fprintf(f, "%5d", r->batch);
-  for (int i = 0; i < 13; i++) {
-    if (isfinite(values[i])) {
-      fprintf(f, "%*.*f", widths[i], decimals[i], values[i]);
-    } else {
-      fprintf(f, "%*s", widths[i], "-");
-    }
-  }
-  fprintf(f, "  %s\n", isfinite(r->roof_us) ? bound_names[r->bound] : "-");
+  snprintf(line, sizeof line,
+           "%5d%10.1f%11.1f%9.2f%9.2f%9.2f%9.2f%6d%8.0f%8.0f%6.1f%6.1f%6.1f%8.2f", r->batch,
+           r->output_tok_s, r->user_tok_s, r->ttft.p50, at_percentile(r->ttft, q), r->tpot.p50,
+           at_percentile(r->tpot, q), r->n_requests, r->step_us, r->roof_us, r->roof_pct,
+           r->mbu_pct, r->mfu_pct, r->mem_used_mib / 1024);
+  for (char* nan = line; (nan = strstr(nan, "nan")) != NULL;) memcpy(nan, "  -", 3);
+  fprintf(f, "%s  %s\n", line, r->roof_us > 0 ? bound_names[r->bound] : "-");
 }
 
 static void print_knee(FILE* f, const SweepReport* s) {
   const Knee* k = &s->knee;
+  int q = s->rules.percentile;
   if (k->working < 0) {
-    fprintf(f, "No working point%s.\n", s->n_rows ? ": even the smallest batch breaks a rule" : "");
+    fprintf(f, "No working point: even the smallest batch breaks a rule.\n");
   } else {
     const SweepRow* r = &s->rows[k->working];
-    int q = s->rules.percentile;
     fprintf(f, "Working point: batch %d, %.1f tok/s", r->batch, r->output_tok_s);
-    if (r->tpot.n > 0)
-      fprintf(f, ", TPOT P%d %.2f ms of %d requests", q, at_percentile(r->tpot, q), r->tpot.n);
+    double tpot = at_percentile(r->tpot, q);
+    if (r->tpot.n > 0) fprintf(f, ", TPOT P%d %.2f ms (n = %d)", q, tpot, r->tpot.n);
     fprintf(f, ". Start point: batch %d.\n", s->rows[k->start].batch);
   }
   fprintf(f, "Stopped by %s: %s.\n", stop_names[k->rule], k->why);
@@ -2593,34 +2727,30 @@ static void print_knee(FILE* f, const SweepReport* s) {
   fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence.\n");
 }
 
-// -------------------------------------------------------------------------------------------------
 // Options: one table gives the parser, the defaults and --help, so that they cannot disagree. What
 // may vary between runs, and what is held fixed, is article 1, section 3.
 
-// A command is bit i of an option's `commands`, i its place among COMMAND's choices.
-enum { CMD_SWEEP = 1, CMD_GENERATE = 2, CMD_ALL = 3 };
-enum { MAX_BATCHES = 32, MAX_PROMPTS = 256 };
+// A command is bit i of an option's `commands`, i its place in this list.
+static const char command_names[] = "sweep|generate";
+enum { CMD_SWEEP = 1, CMD_GENERATE = 2, CMD_ALL = 3, MAX_BATCHES = 32, MAX_PROMPTS = 256 };
 
 typedef struct {
   int command;
-  const char* command_name;
-  const char *device, *model, *matmul;              // model "": chosen for the device
-  uint64_t vram;                                    // bytes; 0: all there is
-  int batches[MAX_BATCHES], n_batches;              // ascending; none: chosen for the device
-  int input_len, output_len, repeats, step_tokens;  // 0: chosen for the device
-  int seed;
-  KneeRules rules;
-  const char *percentile, *prompts_file, *out;
+  const char *command_name, *device, *model, *matmul, *percentile, *prompts_file, *out;
   const char* prompts[MAX_PROMPTS];
-  int n_prompts;
+  int n_prompts, n_batches, batches[MAX_BATCHES];   // batches ascend
+  int input_len, output_len, repeats, step_tokens;  // 0, as model "": chosen for the device
+  int seed;
+  uint64_t vram;  // bytes; 0: all there is
   double temperature;
+  KneeRules rules;
   bool json, quiet, help, version;
 } Options;
 
+typedef enum { INT, REAL, SIZE, LIST, PROMPT, TEXT, CHOICE, FLAG, HEADING } OptionType;
 typedef struct {
-  const char *name, *arg;
-  const char* def;  // parsed like a given value; "": the field stays zero, and the help says more
-  Type type;
+  const char *name, *arg, *def;  // def is parsed like a given value; "": the field stays zero
+  OptionType type;
   size_t offset;
   double lo, hi;
   int commands;
@@ -2629,53 +2759,42 @@ typedef struct {
 
 #define AT(field) offsetof(Options, field)
 static const Option option_table[] = {
-    {"COMMAND", "sweep|generate", "sweep", CHOICE, AT(command_name), 0, 0, CMD_ALL, "see above"},
-    {"Machine", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--device", "auto|cuda|cpu", "auto", CHOICE, AT(device), 0, 0, CMD_ALL,
-     "where it runs; auto: the GPU if there is one"},
-    {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL,
-     "Hugging Face directory or a real model's shape (default: for the device)"},
-    {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_ALL,
-     "GPU matrix kernel; gemv re-reads the weights per sequence"},
-    {"--vram", "SIZE", "", SIZE, AT(vram), 1, 1e18, CMD_ALL,
-     "pretend that memory is smaller: 512M, 6.5G"},
-    {"Workload", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--batches", "LIST", "", BATCHES, 0, 1, 65536, CMD_SWEEP,
-     "batch sizes to measure: 1,2,4 (default: for the device)"},
-    {"--input-len", "N", "", INT, AT(input_len), 1, 1 << 20, CMD_SWEEP,
-     "prompt tokens of each request (default: GPU 128, CPU 32)"},
-    {"--output-len", "N", "", INT, AT(output_len), 1, 1 << 20, CMD_ALL,
-     "most new tokens of each request (default: GPU 128, CPU 32)"},
-    {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP,
-     "measured runs per batch size, after a warm-up (default: GPU 3, CPU 1)"},
-    {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 1 << 20, CMD_ALL,
-     "most prompt tokens in one step (default: GPU 4096, CPU 256)"},
-    {"--seed", "N", "0", INT, AT(seed), 0, INT32_MAX, CMD_ALL,
-     "of random weights, prompts and sampling"},
-    {"Recommendation", "", "", HEADING, 0, 0, 0, CMD_SWEEP, ""},
-    {"--slo-ttft", "MS", "", REAL, AT(rules.slo_ttft_ms), 0.001, 1e9, CMD_SWEEP,
-     "longest acceptable TTFT"},
-    {"--slo-tpot", "MS", "", REAL, AT(rules.slo_tpot_ms), 0.001, 1e9, CMD_SWEEP,
-     "longest acceptable TPOT"},
-    {"--percentile", "50|95|99", "95", CHOICE, AT(percentile), 0, 0, CMD_SWEEP,
-     "percentile that latency is judged by"},
+    {"\nMachine", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
+    {"--device", "auto|cuda|cpu", "auto", CHOICE, AT(device), 0, 0, CMD_ALL, "auto: a GPU if any"},
+    {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL, "(default: fits the device)"},
+    {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_ALL, "GPU kernel"},
+    {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_ALL,
+     "pretend memory is smaller"},
+    {"\nWorkload", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
+    {"--batches", "1,2,4,...", "", LIST, 0, 1, 65536, CMD_SWEEP, "batch sizes to measure"},
+    {"--input-len", "N", "", INT, AT(input_len), 1, 1e6, CMD_SWEEP,
+     "prompt tokens of a request (CPU 32, GPU 128)"},
+    {"--output-len", "N", "", INT, AT(output_len), 1, 1e6, CMD_ALL,
+     "new tokens (CPU 32, GPU 128; generate 256)"},
+    {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
+    {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 1e6, CMD_ALL,
+     "most prompt tokens in a step (CPU 256, GPU 4096)"},
+    {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_ALL, "of random weights, prompts, sampling"},
+    {"\nRecommendation", "", "", HEADING, 0, 0, 0, CMD_SWEEP, ""},
+    {"--slo-ttft", "MS", "", REAL, AT(rules.slo_ttft_ms), 0.001, 1e9, CMD_SWEEP, "longest TTFT"},
+    {"--slo-tpot", "MS", "", REAL, AT(rules.slo_tpot_ms), 0.001, 1e9, CMD_SWEEP, "longest TPOT"},
+    {"--percentile", "50|95|99", "95", CHOICE, AT(percentile), 0, 0, CMD_SWEEP, "judges latency"},
     {"--min-gain", "PCT", "10", REAL, AT(rules.min_gain_pct), 0.1, 100, CMD_SWEEP,
-     "less growth per doubling of the batch is a plateau"},
+     "less throughput gained per doubling of the batch is a plateau"},
     {"--watermark", "PCT", "90", REAL, AT(rules.watermark_pct), 1, 100, CMD_SWEEP,
      "share of the memory that may be used"},
-    {"Text", "", "", HEADING, 0, 0, 0, CMD_GENERATE, ""},
-    {"--prompt", "TEXT", "", PROMPT, 0, 0, 0, CMD_GENERATE,
-     "text to continue; repeat it for a batch"},
-    {"--prompts", "FILE", "", TEXT, AT(prompts_file), 0, 0, CMD_GENERATE,
-     "prompts, one a line, as one batch"},
-    {"--temperature", "X", "0", REAL, AT(temperature), 0, 10, CMD_GENERATE,
-     "0: the likeliest token"},
+    {"\nText", "", "", HEADING, 0, 0, 0, CMD_GENERATE, ""},
+    {"--prompt", "TEXT", "", PROMPT, 0, 1, MAX_PROMPTS, CMD_GENERATE,
+     "text to continue; repeatable"},
+    {"--prompts", "FILE", "", TEXT, AT(prompts_file), 0, 0, CMD_GENERATE, "prompts, one a line"},
+    {"--temperature", "X", "0", REAL, AT(temperature), 0, 10, CMD_GENERATE, "0: likeliest token"},
     {"--json", "", "", FLAG, AT(json), 0, 0, CMD_GENERATE, "an object per prompt"},
-    {"Output", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
+    {"\nOutput", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
     {"--out", "DIR", "plots", TEXT, AT(out), 0, 0, CMD_SWEEP, "for CSV, JSON, PNG"},
     {"--quiet", "", "", FLAG, AT(quiet), 0, 0, CMD_ALL, "no progress line"},
     {"--help", "", "", FLAG, AT(help), 0, 0, CMD_ALL, "this text"},
-    {"--version", "", "", FLAG, AT(version), 0, 0, CMD_ALL, "the version"}};
+    {"--version", "", "", FLAG, AT(version), 0, 0, CMD_ALL, "the version"},
+};
 #undef AT
 enum { N_OPTIONS = sizeof option_table / sizeof option_table[0] };
 
@@ -2684,40 +2803,21 @@ static void print_help(FILE* f, int commands) {
       "bs measures how batch size trades memory and latency for throughput in LLM inference.\n\n"
       "bs [sweep]   measure batch 1,2,4,...: the curve, its knee, a config\n"
       "bs generate  continue prompts, all of them in one batch\n"
-      "Write --option VALUE or --option=VALUE; bs COMMAND --help lists only what it uses.\n",
+      "bs COMMAND --help lists only what it uses; --option=VALUE works too.\n",
       f);
-  for (const Option* opt = option_table + 1; opt < option_table + N_OPTIONS; opt++) {
-    if (commands && !(opt->commands & commands)) continue;
-    if (opt->type == HEADING) {
-      fprintf(f, "\n%s\n", opt->name);
-      continue;
-    }
-    fprintf(f, "  %-13s %-19s %s", opt->name, opt->arg, opt->help);
-    fprintf(f, *opt->def ? " (default %s)\n" : "%s\n", opt->def);
+  for (const Option* opt = option_table; opt < option_table + N_OPTIONS; opt++) {
+    const char* format = *opt->def ? "  %-13s %-19s %s (default %s)\n" : "  %-13s %-19s %s\n";
+    if (commands != 0 && !(opt->commands & commands)) continue;
+    fprintf(f, opt->type == HEADING ? "%s\n" : format, opt->name, opt->arg, opt->help, opt->def);
   }
   fputs(
-      "\nWhat is measured\n"
-      "  TTFT        first token - arrival, queueing included\n"
-      "  ITL         every gap between consecutive tokens, pooled over requests\n"
-      "  TPOT        (E2E - TTFT) / (output tokens - 1) of a request with two tokens or more\n"
-      "  E2E         last token - arrival\n"
-      "  tok/s       output tokens / (last finish - first arrival); per user: 1 / TPOT\n"
-      "  goodput     requests per second that meet every SLO\n"
-      "  percentile  linear interpolation on the sorted values (numpy's default)\n"
-      "Exit status: 0 done, 1 failed while running, 2 bad usage, 130 interrupted\n",
+      "\nTTFT = first token - arrival, queueing included. E2E = last token - arrival.\n"
+      "ITL = each gap between consecutive tokens, pooled over the requests.\n"
+      "TPOT = (E2E - TTFT) / (output tokens - 1), of requests with two output tokens or more.\n"
+      "tok/s = output tokens / (last finish - first arrival); per user: 1 / TPOT.\n"
+      "Percentiles are interpolated linearly on the sorted values.\n"
+      "Exit status: 0 done, 1 failed while running, 2 bad usage, 130 interrupted.\n",
       f);
-}
-
-// Always false, for `return usage_error(...)`. One line, whatever the user typed.
-__attribute__((format(printf, 2, 3))) static bool usage_error(char* err, const char* format, ...) {
-  va_list args;
-  va_start(args, format);
-  vsnprintf(err, ERR_LEN, format, args);
-  va_end(args);
-  for (; *err; err++) {
-    if (iscntrl((unsigned char)*err)) *err = ' ';
-  }
-  return false;
 }
 
 // The place of text in "a|b|c"; -1 = not in it.
@@ -2730,130 +2830,91 @@ static int choice_index(const char* choices, const char* text) {
   }
 }
 
-// Stricter than strtod: digits only, no space, sign, hex, exponent, inf or nan. Moves *text past it.
-static bool parse_number(const char** text, const Option* opt, double* value) {
-  char* end;
-  *value = strtod(*text, &end);
-  bool whole = opt->type == INT || opt->type == BATCHES;
-  size_t digits = strspn(*text, whole ? "0123456789" : ".0123456789");
-  if (digits == 0 || end != *text + digits) return false;
-  if (opt->type == SIZE) {
-    int shift = *end == 'M' ? 20 : *end == 'G' ? 30 : *end == 'T' ? 40 : 0;
-    if (shift == 0) return false;
-    *value = ldexp(*value, shift);
-    end++;
+// The numbers in "1,2,4", which must ascend; 0 = bad. Only a LIST has more than one. Stricter than
+// strtod: no space, sign, hex, exponent, inf or nan.
+static int parse_numbers(const char* text, const Option* opt, double* values) {
+  const char* digits = opt->type == REAL || opt->type == SIZE ? "0123456789." : "0123456789";
+  for (int n = 0; n < (opt->type == LIST ? MAX_BATCHES : 1); text++) {
+    char* end;
+    double value = strtod(text, &end);
+    size_t length = strspn(text, digits);
+    if (length == 0 || end != text + length) return 0;
+    if (opt->type == SIZE) value *= *end == 'M' ? 0x1p20 : *end == 'G' ? 0x1p30 : 0;
+    end += opt->type == SIZE;  // past the unit; without one the value is 0 and refused
+    if (!(value >= opt->lo && value <= opt->hi) || (n > 0 && value <= values[n - 1])) return 0;
+    values[n++] = value;
+    text = end;
+    if (*text != ',') return *text == '\0' ? n : 0;
   }
-  *text = end;
-  return *value >= opt->lo && *value <= opt->hi;
-}
-
-// Keeps the list sorted while it grows, which also finds duplicates.
-static bool parse_batches(const char* text, const Option* opt, Options* o) {
-  for (o->n_batches = 0; o->n_batches < MAX_BATCHES; text++) {
-    double value;
-    if (!parse_number(&text, opt, &value)) return false;
-    int at = o->n_batches++;
-    for (; at > 0 && o->batches[at - 1] >= value; at--) {
-      if (o->batches[at - 1] == value) return false;
-      o->batches[at] = o->batches[at - 1];
-    }
-    o->batches[at] = (int)value;
-    if (*text != ',') return *text == '\0';
-  }
-  return false;
+  return 0;
 }
 
 static bool set_option(Options* o, const Option* opt, const char* text, char* err) {
-  static const char* const allowed[] = {
-      // by Type
-      "a whole number from %.0f to %.0f", "a number from %g to %g",
-      "a size in M, G or T, such as 6.5G",
-      "up to 32 different whole numbers from %.0f to %.0f, such as 1,2,4", "up to 256 prompts"};
   void* field = (char*)o + opt->offset;
-  const char* rest = text;
-  double value = 0;
-  bool ok = true;
-  if (opt->type <= SIZE) ok = parse_number(&rest, opt, &value) && *rest == '\0';
-  if (opt->type == BATCHES) ok = parse_batches(text, opt, o);
-  if (opt->type == PROMPT) ok = o->n_prompts < MAX_PROMPTS;
+  double values[MAX_BATCHES];
+  int n = opt->type <= LIST ? parse_numbers(text, opt, values) : 0;
+  bool ok = opt->type > LIST || n > 0;
   if (opt->type == CHOICE) ok = choice_index(opt->arg, text) >= 0;
+  if (opt->type == TEXT) ok = *text != '\0';
+  if (opt->type == PROMPT) ok = *text != '\0' && o->n_prompts < MAX_PROMPTS;
   if (!ok) {
-    char range[120];
-    snprintf(range, sizeof range, opt->type == CHOICE ? opt->arg : allowed[opt->type], opt->lo,
-             opt->hi);
-    return usage_error(err, "%s '%.80s': allowed is %s", opt->name, text, range);
+    char range[80] = "";
+    if (opt->hi > 0) snprintf(range, sizeof range, " from %.9g to %.9g", opt->lo, opt->hi);
+    return say(err, ERR_LEN, "%s '%.80s': allowed is %s%s", opt->name, text, opt->arg, range);
   }
-  if (opt->type == INT) *(int*)field = (int)value;
-  if (opt->type == REAL) *(double*)field = value;
-  if (opt->type == SIZE) *(uint64_t*)field = (uint64_t)value;
+  if (opt->type == INT) *(int*)field = (int)values[0];
+  if (opt->type == REAL) *(double*)field = values[0];
+  if (opt->type == SIZE) *(uint64_t*)field = (uint64_t)values[0];
+  if (opt->type == LIST) o->n_batches = n;
+  for (int i = 0; i < n && opt->type == LIST; i++) o->batches[i] = (int)values[i];
   if (opt->type == FLAG) *(bool*)field = true;
   if (opt->type == TEXT || opt->type == CHOICE) *(const char**)field = text;
   if (opt->type == PROMPT) o->prompts[o->n_prompts++] = text;
   return true;
 }
 
-static const Option* find_option(const char* name, size_t length) {
-  for (const Option* opt = option_table; opt < option_table + N_OPTIONS; opt++) {
-    if (strlen(opt->name) == length && strncmp(opt->name, name, length) == 0) return opt;
-  }
-  return NULL;
-}
-
-// What single values cannot tell: options of another command, and contradictions.
-static bool check_options(const Options* o, const bool* seen, char* err) {
+// False: err names the argument and what is allowed. With --help alone `command` is 0.
+static bool parse_options(int argc, char** argv, Options* o, char* err) {
+  bool seen[N_OPTIONS] = {false};
+  bool named = argc > 1 && argv[1][0] != '-';
+  memset(o, 0, sizeof *o);
+  o->model = "";
+  o->command_name = named ? argv[1] : "sweep";
+  int command = choice_index(command_names, o->command_name);
+  if (command < 0) return say(err, ERR_LEN, "bs %.80s: allowed is %s", argv[1], command_names);
   for (int i = 0; i < N_OPTIONS; i++) {
-    if (!seen[i] || (option_table[i].commands & o->command)) continue;
-    return usage_error(err, "%s is not an option of bs %s: bs %s --help lists them",
-                       option_table[i].name, o->command_name, o->command_name);
+    const Option* opt = &option_table[i];
+    if (*opt->def && !set_option(o, opt, opt->def, err)) return false;
   }
+  for (int i = named ? 2 : 1; i < argc; i++) {
+    char* name = argv[i];
+    char* value = strchr(name, '=');
+    if (value) *value++ = '\0';
+    int at = 0;
+    while (at < N_OPTIONS && strcmp(name, option_table[at].name) != 0) at++;
+    if (at == N_OPTIONS) return say(err, ERR_LEN, "unknown option '%.80s': see bs --help", name);
+    const Option* opt = &option_table[at];
+    bool flag = opt->type == FLAG;
+    if (!flag && !value && i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0) value = argv[++i];
+    if (flag == (value != NULL)) return say(err, ERR_LEN, "write it as %s %s", name, opt->arg);
+    if (seen[at] && opt->type != PROMPT) return say(err, ERR_LEN, "%s is given twice", name);
+    seen[at] = true;
+    if (!set_option(o, opt, value, err)) return false;
+    bool applies = opt->commands & 1 << command;
+    if (!applies) return say(err, ERR_LEN, "%s is not for bs %s", name, o->command_name);
+  }
+  o->rules.percentile = atoi(o->percentile);
+  o->command = named || !o->help ? 1 << command : 0;
+  if (o->help || o->version) return true;
   if (strcmp(o->device, "cpu") == 0 && strcmp(o->matmul, "auto") != 0) {
-    return usage_error(err, "--matmul %s is a GPU kernel: --device cpu allows only auto",
-                       o->matmul);
+    return say(err, ERR_LEN, "--matmul %s needs a GPU: --device cpu allows auto", o->matmul);
   }
   if (o->command == CMD_GENERATE && (o->n_prompts > 0) == (o->prompts_file != NULL)) {
-    return usage_error(err, "bs generate needs --prompt TEXT or --prompts FILE, and not both");
+    return say(err, ERR_LEN, "bs generate needs either --prompt TEXT or --prompts FILE");
   }
   return true;
 }
-
-// False: err names the argument and what is allowed; the caller prints it and exits with 2. With
-// --help, `command` stays 0 when none was named.
-static bool parse_options(int argc, char** argv, Options* o, char* err) {
-  bool seen[N_OPTIONS] = {false};
-  memset(o, 0, sizeof *o);
-  o->model = "";
-  for (const Option* opt = option_table; opt < option_table + N_OPTIONS; opt++) {
-    if (*opt->def && !set_option(o, opt, opt->def, err)) return false;
-  }
-  for (int i = 1; i < argc; i++) {
-    const char* arg = argv[i];
-    const char* value = arg;
-    const Option* opt = option_table;  // COMMAND
-    if (arg[0] == '-') {
-      size_t length = strcspn(arg, "=");
-      opt = find_option(arg, length);
-      if (!opt) return usage_error(err, "unknown option %.80s: bs --help lists them", arg);
-      value = arg[length] ? arg + length + 1 : NULL;
-      if (opt->type == FLAG && value) return usage_error(err, "%s takes no value", opt->name);
-      bool next = opt->type != FLAG && !value && i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0;
-      if (next) value = argv[++i];
-      if (opt->type != FLAG && (!value || !*value)) {
-        return usage_error(err, "%s needs a value: %s", opt->name, opt->arg);
-      }
-    }
-    bool* given = &seen[opt - option_table];
-    if (*given && opt->type != PROMPT)
-      return usage_error(err, "unexpected '%.80s': %s is given already", arg, opt->name);
-    *given = true;
-    if (!set_option(o, opt, value, err)) return false;
-  }
-  o->rules.percentile = atoi(o->percentile);
-  if (seen[0] || !(o->help || o->version))
-    o->command = 1 << choice_index(option_table[0].arg, o->command_name);
-  return o->help || o->version || check_options(o, seen, err);
-}
-// ---------------------------------------------------------------------------------------------------------------------
-// The sweep: one row per batch size, everything else held fixed (article 1, sections 3 and 5).
+// ---- The sweep: one row per batch size, everything else held fixed (article 1, sections 3 and 5).
 
 static const double MIB = 1048576.0;
 
@@ -2868,14 +2929,16 @@ static void on_interrupt(int signal_number) {
 }
 
 // A stand-in text: ids drawn from a hash of (seed, request, position).
-static void make_request(Request* r, const Config* c, int n_prompt, int max_new, uint32_t seed, int index) {
+static void make_request(Request* r, const Config* c, int n_prompt, int max_new, uint32_t seed,
+                         int index) {
   memset(r, 0, sizeof *r);
   r->n_prompt = n_prompt;
   r->max_new = max_new;
   r->seed = hash32(seed ^ hash32((uint32_t)index));
   r->tokens = (int*)xcalloc((size_t)n_prompt + max_new, sizeof(int));
   r->time = (double*)xcalloc(max_new, sizeof(double));
-  for (int i = 0; i < n_prompt; i++) r->tokens[i] = (int)(hash32(r->seed + (uint32_t)i) % (uint32_t)c->vocab_size);
+  for (int i = 0; i < n_prompt; i++)
+    r->tokens[i] = (int)(hash32(r->seed + (uint32_t)i) % (uint32_t)c->vocab_size);
 }
 
 static void free_requests(Request* r, int n) {
@@ -2910,7 +2973,8 @@ static void merge_totals(StepTotals* a, const StepTotals* b) {
   a->flops += b->flops;
 }
 
-// What limits the decode step, from the numbers: the larger roof, unless most of the time is explained by neither.
+// What limits the decode step, from the numbers: the larger roof, unless most of the time is
+// explained by neither.
 static Bound find_bound(const Device* d, const StepTotals* s) {
   if (s->roof < 0.5 * s->seconds) return BOUND_OVERHEAD;
   if (s->flops / d->rate > (s->weight_bytes + s->kv_bytes) / d->bandwidth) return BOUND_COMPUTE;
@@ -2928,7 +2992,8 @@ static void fill_memory(SweepRow* row, const Device* d) {
   row->mem_limit_mib = d->limit / MIB;
 }
 
-static void fill_speed(SweepRow* row, const Device* d, const StepTotals* prefill, const StepTotals* decode) {
+static void fill_speed(SweepRow* row, const Device* d, const StepTotals* prefill,
+                       const StepTotals* decode) {
   row->prefill_tok_s = prefill->tokens / prefill->seconds;
   if (decode->n == 0) return;
   double bytes = decode->weight_bytes + decode->kv_bytes;
@@ -2946,7 +3011,8 @@ static void fill_speed(SweepRow* row, const Device* d, const StepTotals* prefill
 static void progress(const Options* o, int batch, int done, int of, double start) {
   if (o->quiet || !isatty(2)) return;
   double left = done ? (now() - start) * (of - done) / done : 0;
-  fprintf(stderr, "\rB=%-5d run %d of %d, about %.0f s left for this batch \033[K", batch, done, of, left);
+  fprintf(stderr, "\rB=%-5d run %d of %d, about %.0f s left for this batch \033[K", batch, done, of,
+          left);
   if (done == of) fprintf(stderr, "\r\033[K");
 }
 
@@ -2966,7 +3032,13 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   Workload w = {(Request*)xcalloc(batch, sizeof(Request)), batch, size.max_tokens, {0}, 0, false};
   for (int i = 0; i < batch; i++) make_request(&w.requests[i], c, in, out, (uint32_t)o->seed, i);
   size_t n = (size_t)batch * repeats;
-  Samples all = {(double*)xcalloc(n, 8), (double*)xcalloc(n, 8), (double*)xcalloc(n * out, 8), (double*)xcalloc(n, 8), 0, 0, 0};
+  Samples all = {(double*)xcalloc(n, 8),
+                 (double*)xcalloc(n, 8),
+                 (double*)xcalloc(n * out, 8),
+                 (double*)xcalloc(n, 8),
+                 0,
+                 0,
+                 0};
   StepTotals prefill = {0, 0, 0, 0, 0, 0, 0, 0}, decode = prefill;
   double busy = 0, start = now();
   RunStats stats;
@@ -2998,9 +3070,13 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   engine_close(&e);
   return whole;
 }
-static bool plot_sweep(const SweepReport* r, const char* dir, char* err) { (void)r; (void)dir; (void)err; return true; }
-// ---------------------------------------------------------------------------------------------------------------------
-// Commands.
+static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
+  (void)r;
+  (void)dir;
+  (void)err;
+  return true;
+}
+// ---- Commands.
 
 // Exit status 2, before any work: the request can never run.
 static int refuse(const char* why) {
@@ -3028,16 +3104,20 @@ static bool open_device(Session* s, const Options* o, char* err) {
   return device_open(&s->device, &cpu_backend, o->vram, err);
 }
 
-// Without --model: the largest preset that leaves room for its batches, small enough for a CPU where there is no GPU.
+// Without --model: the largest preset that leaves room for its batches, small enough for a CPU
+// where there is no GPU.
 static const char* choose_model(const Session* s, const Options* o) {
   if (*o->model) return o->model;
   if (o->command == CMD_GENERATE) return "weights/tiny";
   if (s->device.api == &cpu_backend) {
-    printf("model: cpu-90m, whose 176 MB of weights exceed a CPU's caches, so that batch 1 is memory-bound (--model chooses)\n");
+    printf(
+        "model: cpu-90m, whose 176 MB of weights exceed a CPU's caches, so that batch 1 is "
+        "memory-bound (--model chooses)\n");
     return "cpu-90m";
   }
   bool large = s->device.limit >= (size_t)5 << 30;
-  printf("model: %s, because its weights take less than half of %.1f GiB (--model chooses)\n", large ? "llama-3.2-1b" : "smollm2-135m", s->device.limit / GIB);
+  printf("model: %s, because its weights take less than half of %.1f GiB (--model chooses)\n",
+         large ? "llama-3.2-1b" : "smollm2-135m", s->device.limit / GIB);
   return large ? "llama-3.2-1b" : "smollm2-135m";
 }
 
@@ -3090,26 +3170,39 @@ static int cmd_sweep(Session* s, const Options* o) {
   char err[ERR_LEN];
   const Config* c = &s->model.config;
   if ((long)o->input_len + o->output_len > c->max_context) {
-    snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens", o->input_len, o->output_len, c->name, c->max_context);
+    snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
+             o->input_len, o->output_len, c->name, c->max_context);
     return refuse(err);
   }
   ResultFile csv;
   if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err)) return fail(err);
   double start = now();
-  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), o->input_len + o->output_len, err)) return fail(err);
-  printf("%s on %s: %.0f M parameters, loaded in %.1f s; %d prompt + %d new tokens\n", c->name, s->device.name, parameter_count(c) / 1e6, now() - start, o->input_len, o->output_len);
-  printf("probed ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.1f GiB, limit %.1f GiB\n\n", s->device.bandwidth / 1e9, s->device.rate / 1e12, s->device.total / GIB, s->device.limit / GIB);
+  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul),
+                    o->input_len + o->output_len, err))
+    return fail(err);
+  printf("%s on %s: %.0f M parameters, loaded in %.1f s; %d prompt + %d new tokens\n", c->name,
+         s->device.name, parameter_count(c) / 1e6, now() - start, o->input_len, o->output_len);
+  printf(
+      "probed ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.1f GiB, limit %.1f GiB\n\n",
+      s->device.bandwidth / 1e9, s->device.rate / 1e12, s->device.total / GIB,
+      s->device.limit / GIB);
   write_csv_header(csv.f);
   SweepRow rows[MAX_BATCHES];
-  SweepReport report = {rows, 0, {0, 0, 0, STOP_END, 0, {0}}, o->rules, c->name, s->device.name, false, s->device.bandwidth, s->device.rate};
+  SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, 0, {0}}, o->rules,      c->name,
+                        s->device.name, false, s->device.bandwidth,         s->device.rate};
   report.n_rows = sweep_rows(s, o, rows, &csv);
   if (!result_close(&csv, err)) return fail(err);
   if (report.n_rows > 0) {
     report.knee = knee(rows, report.n_rows, o->rules);
     printf("\n");
     print_knee(stdout, &report);
-    if (!write_config_json(o->out, &report, "fp16", o->step_tokens, err) || !plot_sweep(&report, o->out, err)) return fail(err);
-    printf("\n%s/: sweep.csv config.json throughput.png latency.png memory.png roofline.png frontier.png summary.png\n", o->out);
+    if (!write_config_json(o->out, &report, "fp16", o->step_tokens, err) ||
+        !plot_sweep(&report, o->out, err))
+      return fail(err);
+    printf(
+        "\n%s/: sweep.csv config.json throughput.png latency.png memory.png roofline.png "
+        "frontier.png summary.png\n",
+        o->out);
   }
   weights_close(&s->weights, &s->device);
   return interrupted ? 130 : 0;
@@ -3170,7 +3263,10 @@ static int cmd_generate(Session* s, const Options* o) {
   for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
   if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0) return fail(err);
   if (c->vocab_size != 256) {
-    snprintf(err, sizeof err, "generate reads and writes bytes, so it needs a model with a vocabulary of 256; %s has %d", c->name, c->vocab_size);
+    snprintf(
+        err, sizeof err,
+        "generate reads and writes bytes, so it needs a model with a vocabulary of 256; %s has %d",
+        c->name, c->vocab_size);
     return refuse(err);
   }
   Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, o->step_tokens, {0}, c->n_eos, true};
@@ -3179,7 +3275,9 @@ static int cmd_generate(Session* s, const Options* o) {
     int length = (int)strlen(prompts[i]);
     if (length == 0) return refuse("a prompt is empty: at least one byte is needed");
     if (length + out > c->max_context) {
-      snprintf(err, sizeof err, "prompt %d has %d bytes; with %d new ones it exceeds %s's context of %d", i + 1, length, out, c->name, c->max_context);
+      snprintf(err, sizeof err,
+               "prompt %d has %d bytes; with %d new ones it exceeds %s's context of %d", i + 1,
+               length, out, c->name, c->max_context);
       return refuse(err);
     }
     longest = length > longest ? length : longest;
@@ -3190,7 +3288,8 @@ static int cmd_generate(Session* s, const Options* o) {
   Engine e;
   RunStats stats;
   EngineSize size = {o->step_tokens, n, longest + out, 0};
-  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), longest + out, err)) return fail(err);
+  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), longest + out, err))
+    return fail(err);
   if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return fail(err);
   run_requests(&e, &w, INFINITY, &stats);
   for (int i = 0; i < n; i++) print_continuation(&w.requests[i], o->json);
@@ -3209,7 +3308,12 @@ int main(int argc, char** argv) {
   if (!parse_options(argc, argv, &o, err)) return refuse(err);
   if (o.help) return print_help(stdout, o.command), 0;
   if (o.version) return printf("bs %s\n", BS_VERSION), 0;
-  signal(SIGINT, on_interrupt);
+  struct sigaction action;  // the first Ctrl-C ends the run in good order, the second at once
+  memset(&action, 0, sizeof action);
+  action.sa_handler = on_interrupt;
+  action.sa_flags = (int)SA_RESETHAND;
+  sigaction(SIGINT, &action, NULL);
+  sigaction(SIGTERM, &action, NULL);
   if (!open_device(&s, &o, err) || !open_model(&s, &o, err)) return fail(err);
   fill_defaults(&o, s.device.api != &cpu_backend);
   int status = o.command == CMD_GENERATE ? cmd_generate(&s, &o) : cmd_sweep(&s, &o);

@@ -1,4 +1,21 @@
-// model.h
+// model.h: what is computed. A Llama-style transformer: its shape, its numbers, where they come
+// from, and the forward pass on the CPU, which is both the oracle for the GPU's kernels and a fast
+// path of its own. How batching runs it is in bs.cu.
+//
+//   Config, Tensor, Model     a shape, a stored or seeded tensor, a checkpoint
+//   numbers                   fp16 as 16 bits, the hash behind random weights
+//   presets                   real models' shapes
+//   loader                    Hugging Face directory -> Model; refuses what it cannot compute, by
+//   name Weights, KVCache, Batch   what a device holds, and the flat list of tokens that is one
+//   step's work vectors, matmul_cpu       the packed outer product: weights are read once for all
+//   tokens of a step forward_cpu               RMSNorm, RoPE, grouped-query attention over a paged
+//   cache, SwiGLU
+//
+// Letters in shapes: B sequences in a batch, T tokens in a step, R rows of logits, L layers, D
+// model width, H query heads, G key/value heads, K head width, F hidden width of the MLP, V
+// vocabulary.
+//
+// Valid C11 and CUDA C++17. Linux, little endian.
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>
@@ -41,8 +58,8 @@ static inline int thread_index(void) {
 }
 #endif
 
-// B sequences in a step, T tokens in a step, L layers, D model width, H heads, G kv heads, K head width,
-// F hidden (MLP) width, V vocabulary.
+// B sequences in a step, T tokens in a step, L layers, D model width, H heads, G kv heads, K head
+// width, F hidden (MLP) width, V vocabulary.
 typedef struct {
   char name[64];
   int dim;          // D
@@ -78,27 +95,31 @@ typedef struct {
   size_t len;
 } Mapping;
 
-typedef struct { Tensor attn_norm, q, k, v, o, mlp_norm, gate, up, down; } LayerTensors;
+typedef struct {
+  Tensor attn_norm, q, k, v, o, mlp_norm, gate, up, down;
+} LayerTensors;
 typedef struct {
   Config config;
   Tensor embed, final_norm, head;  // head is embed when tied
   LayerTensors* layers;            // [L]
   uint64_t seed;                   // random presets only
-  Mapping maps[MAX_SHARDS];  // the files that the Tensors point into
+  Mapping maps[MAX_SHARDS];        // the files that the Tensors point into
   int n_maps;
 } Model;
 
-// Errors: functions that read files return false and write ONE line (file, place, reason; no trailing newline) to err.
+// Errors: functions that read files return false and write ONE line (file, place, reason; no
+// trailing newline) to err.
 #define ERR_LEN 512
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Numbers. Weights and KV are IEEE half precision kept as their 16 bits, so that C11, g++ and nvcc agree on the type.
+// ---- Numbers. Weights and KV are IEEE half precision kept as their 16 bits, so that C11, g++ and
+// nvcc agree on the type.
 
 typedef uint16_t f16;
 
 BS_HD static inline float f16_to_f32(f16 h) {
-  // Move exponent and mantissa into place, then multiply by 2^112 to correct the exponent bias; the multiplication
-  // also normalises subnormals. Infinity and NaN become large finite numbers: the loader refuses them by name.
+  // Move exponent and mantissa into place, then multiply by 2^112 to correct the exponent bias; the
+  // multiplication also normalises subnormals. Infinity and NaN become large finite numbers: the
+  // loader refuses them by name.
   uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
   float f;
   memcpy(&f, &bits, 4);
@@ -106,14 +127,16 @@ BS_HD static inline float f16_to_f32(f16 h) {
   return h & 0x8000 ? -f : f;
 }
 
-// Round to nearest even, as the hardware does. Magnitudes from 65,520 saturate to 65,504 so that no infinity is stored.
+// Round to nearest even, as the hardware does. Magnitudes from 65,520 saturate to 65,504 so that no
+// infinity is stored.
 BS_HD static inline f16 f32_to_f16(float f) {
   uint32_t x;
   memcpy(&x, &f, 4);
   uint32_t sign = (x >> 16) & 0x8000;
   x &= 0x7fffffff;
   if (x >= 0x477ff000) return (f16)(sign | 0x7bff);
-  if (x < 0x38800000) {  // subnormal half: adding 0.5 makes the float adder do the shift and the rounding
+  if (x < 0x38800000) {  // subnormal half: adding 0.5 makes the float adder do the shift and the
+                         // rounding
     float tiny;
     memcpy(&tiny, &x, 4);
     tiny += 0.5f;
@@ -132,11 +155,12 @@ BS_HD static inline uint32_t hash32(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-// Element i of a stored or seeded tensor, as fp16. Host and device give the same bits: every step is an integer
-// operation, a conversion or a single IEEE multiplication.
+// Element i of a stored or seeded tensor, as fp16. Host and device give the same bits: every step
+// is an integer operation, a conversion or a single IEEE multiplication.
 BS_HD static inline f16 tensor_at(const Tensor* t, size_t i) {
   if (t->data == NULL) {
-    int32_t r = (int32_t)(hash32((uint32_t)i ^ hash32(t->seed ^ (uint32_t)(i >> 32))) >> 8) - (1 << 23);
+    int32_t r =
+        (int32_t)(hash32((uint32_t)i ^ hash32(t->seed ^ (uint32_t)(i >> 32))) >> 8) - (1 << 23);
     return f32_to_f16((float)r * (t->scale / 8388608.0f));
   }
   const char* p = (const char*)t->data;
@@ -149,28 +173,115 @@ BS_HD static inline f16 tensor_at(const Tensor* t, size_t i) {
   return f32_to_f16(f);
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Presets: the shapes of real models, with seeded random weights, so that a curve needs no download.
+// ---- Presets: the shapes of real models, with seeded random weights, so that a curve needs no
+// download.
 
 static const Config presets[] = {
     {"smollm2-135m", 576, 30, 9, 3, 64, 1536, 49152, 8192, true, 1e-5f, 100000, 0, 0, 0, 0, 0, {0}},
-    {"tinyllama-1.1b", 2048, 22, 32, 4, 64, 5632, 32000, 2048, false, 1e-5f, 10000, 0, 0, 0, 0, 0, {0}},
-    {"llama-3.2-1b", 2048, 16, 32, 8, 64, 8192, 128256, 131072, true, 1e-5f, 500000, 32, 1, 4, 8192, 0, {0}},
-    {"llama-2-7b", 4096, 32, 32, 32, 128, 11008, 32000, 4096, false, 1e-5f, 10000, 0, 0, 0, 0, 0, {0}},
-    {"llama-3-8b", 4096, 32, 32, 8, 128, 14336, 128256, 8192, false, 1e-5f, 500000, 0, 0, 0, 0, 0, {0}},
-    {"llama-2-70b", 8192, 80, 64, 8, 128, 28672, 32000, 4096, false, 1e-5f, 10000, 0, 0, 0, 0, 0, {0}},
+    {"tinyllama-1.1b",
+     2048,
+     22,
+     32,
+     4,
+     64,
+     5632,
+     32000,
+     2048,
+     false,
+     1e-5f,
+     10000,
+     0,
+     0,
+     0,
+     0,
+     0,
+     {0}},
+    {"llama-3.2-1b",
+     2048,
+     16,
+     32,
+     8,
+     64,
+     8192,
+     128256,
+     131072,
+     true,
+     1e-5f,
+     500000,
+     32,
+     1,
+     4,
+     8192,
+     0,
+     {0}},
+    {"llama-2-7b",
+     4096,
+     32,
+     32,
+     32,
+     128,
+     11008,
+     32000,
+     4096,
+     false,
+     1e-5f,
+     10000,
+     0,
+     0,
+     0,
+     0,
+     0,
+     {0}},
+    {"llama-3-8b",
+     4096,
+     32,
+     32,
+     8,
+     128,
+     14336,
+     128256,
+     8192,
+     false,
+     1e-5f,
+     500000,
+     0,
+     0,
+     0,
+     0,
+     0,
+     {0}},
+    {"llama-2-70b",
+     8192,
+     80,
+     64,
+     8,
+     128,
+     28672,
+     32000,
+     4096,
+     false,
+     1e-5f,
+     10000,
+     0,
+     0,
+     0,
+     0,
+     0,
+     {0}},
     {"cpu-90m", 768, 12, 12, 4, 64, 2048, 16384, 4096, true, 1e-5f, 10000, 0, 0, 0, 0, 0, {0}},
 };
 enum { N_PRESETS = sizeof presets / sizeof presets[0] };
 
-// Score of token v when sampling: logit / temperature plus Gumbel noise from a hash. Shared by both devices.
+// Score of token v when sampling: logit / temperature plus Gumbel noise from a hash. Shared by both
+// devices.
 BS_HD static inline float gumbel_score(float logit, float temperature, uint32_t seed, int v) {
   float u = ((float)(hash32(seed ^ hash32((uint32_t)v)) >> 8) + 0.5f) / 16777216.0f;
   return logit / temperature - logf(-logf(u));
 }
 
-// Where row r of a stored tensor goes in a matrix. Rows whose results are combined in pairs, i with i + pair / 2 (the two halves
-// of a rotated head; gate and up), lie 8 apart, because that is how far apart one lane of a matrix unit holds two results.
+// Where row r of a stored tensor goes in a matrix. Rows whose results are combined in pairs, i with
+// i + pair / 2 (the two halves of a rotated head; gate and up), lie 8 apart, because that is how
+// far apart one lane of a matrix unit holds two results.
 typedef struct {
   int first;  // row of the matrix where the tensor begins, before pairing
   int pair;   // rows in which pairs are formed; 0 = rows just follow each other
@@ -216,29 +327,40 @@ static const Config* find_preset(const char* name) {
     if (strcmp(presets[i].name, name) == 0) return &presets[i];
   return NULL;
 }
-static inline bool load_model(const char* dir, Model* m, char* err) { (void)m; snprintf(err, ERR_LEN, "%s: stub", dir); return false; }
-static inline void free_model(Model* m) { free(m->layers); }
-// ---------------------------------------------------------------------------------------------------------------------
-// The model on a device. A Matrix is one linear layer, y[T, n] = x[T, k] . w[n, k]^T; how w lies in memory is the
-// device's business (panel_index below, packed_index in bs.cu), which rows it has is not: q, k and v are one matrix, gate and
-// up are another, both with their rows in pairs (RowMap).
+static inline bool load_model(const char* dir, Model* m, char* err) {
+  (void)m;
+  snprintf(err, ERR_LEN, "%s: stub", dir);
+  return false;
+}
+static inline void free_model(Model* m) {
+  free(m->layers);
+}
+// ---- The model on a device. A Matrix is one linear layer, y[T, n] = x[T, k] . w[n, k]^T; how w
+// lies in memory is the device's business (panel_index below, packed_index in bs.cu), which rows it
+// has is not: q, k and v are one matrix, gate and up are another, both with their rows in pairs
+// (RowMap).
 
 typedef struct {
   f16* w;
   int n, k;
-  int slices;  // GPU: K is summed in this many pieces, in order; depends on (n, k) alone (see kernels)
+  int slices;  // GPU: K is summed in this many pieces, in order; depends on (n, k) alone (see
+               // kernels)
 } Matrix;
 
 typedef struct {
-  Matrix qkv;      // [(H + 2G) K, D], paired within each head
-  Matrix o;        // [D, H K]
-  Matrix gate_up;  // [2F, D], gate paired with up
-  Matrix down;     // [D, F]
+  Matrix qkv;        // [(H + 2G) K, D], paired within each head
+  Matrix o;          // [D, H K]
+  Matrix gate_up;    // [2F, D], gate paired with up
+  Matrix down;       // [D, F]
   float* attn_norm;  // [D]
   float* mlp_norm;   // [D]
 } Layer;
 
-typedef enum { MATMUL_NAIVE, MATMUL_GEMV, MATMUL_MMA } Matmul;  // which rung of the GPU's kernels; the CPU has one
+typedef enum {
+  MATMUL_NAIVE,
+  MATMUL_GEMV,
+  MATMUL_MMA
+} Matmul;  // which rung of the GPU's kernels; the CPU has one
 
 typedef struct {
   Config config;
@@ -253,25 +375,27 @@ typedef struct {
 enum { KV_BLOCK = 16, MAX_HEAD_DIM = 128 };  // tokens in a block of the paged KV cache; largest K
 
 typedef struct {
-  f16* k;            // CPU: [L, blocks, G, K, 16] so that 16 scores are one vector; GPU: [L, blocks, G, 16, K]
-  f16* v;            // CPU: [L, blocks, G, 16, K];                                  GPU: see v_index in bs.cu
+  f16*
+      k;  // CPU: [L, blocks, G, K, 16] so that 16 scores are one vector; GPU: [L, blocks, G, 16, K]
+  f16* v;  // CPU: [L, blocks, G, 16, K];                                  GPU: see v_index in bs.cu
   const int* table;  // [slots, max_blocks]: which block holds positions 16 i .. 16 i + 15 of a slot
   int n_blocks;
   int max_blocks;
 } KVCache;
 
-// One step's work: a FLAT list of tokens, decode tokens and prompt chunks alike; there is no [B, T] tensor and no padding.
-// A slot's tokens stand together, positions ascending.
+// One step's work: a FLAT list of tokens, decode tokens and prompt chunks alike; there is no [B, T]
+// tensor and no padding. A slot's tokens stand together, positions ascending.
 typedef struct {
   int n_tokens;  // T
-  int n_rows;    // R: tokens whose logits are wanted (the last one of each sequence that is to grow)
-  int* id;       // [T] token id; -1: whatever this slot sampled last
-  int* pos;      // [T] position in its sequence
-  int* slot;     // [T] which sequence: row of the block table and of the sampler state
-  int* row;      // [R] index into the T tokens
+  int n_rows;  // R: tokens whose logits are wanted (the last one of each sequence that is to grow)
+  int* id;     // [T] token id; -1: whatever this slot sampled last
+  int* pos;    // [T] position in its sequence
+  int* slot;   // [T] which sequence: row of the block table and of the sampler state
+  int* row;    // [R] index into the T tokens
 } Batch;
 
-static inline size_t kv_index(const Config* c, const KVCache* kv, int layer, int slot, int pos, int g) {
+static inline size_t kv_index(const Config* c, const KVCache* kv, int layer, int slot, int pos,
+                              int g) {
   int block = kv->table[(size_t)slot * kv->max_blocks + pos / KV_BLOCK];
   return (((size_t)layer * kv->n_blocks + block) * c->n_kv_heads + g) * KV_BLOCK * c->head_dim;
 }
@@ -280,14 +404,15 @@ static inline int qkv_width(const Config* c) {
   return (c->n_heads + 2 * c->n_kv_heads) * c->head_dim;
 }
 
-// RoPE angles: theta^(-2i/K), and for Llama 3.1 and later the low frequencies divided by `factor` with a smooth ramp
-// between (Hugging Face "llama3" scaling). table: [positions, K/2, 2].
+// RoPE angles: theta^(-2i/K), and for Llama 3.1 and later the low frequencies divided by `factor`
+// with a smooth ramp between (Hugging Face "llama3" scaling). table: [positions, K/2, 2].
 static void rope_table(const Config* c, int positions, float* table) {
   int half_dim = c->head_dim / 2;
   for (int i = 0; i < half_dim; i++) {
     double freq = pow(c->rope_theta, -2.0 * i / c->head_dim);
     if (c->rope_factor > 0) {
-      double turns = c->rope_original * freq / (2 * 3.14159265358979323846);  // rotations in the training context
+      double turns = c->rope_original * freq /
+                     (2 * 3.14159265358979323846);  // rotations in the training context
       double ramp = (turns - c->rope_low) / (c->rope_high - c->rope_low);
       ramp = ramp < 0 ? 0 : ramp > 1 ? 1 : ramp;
       freq *= ramp + (1 - ramp) / c->rope_factor;
@@ -299,8 +424,8 @@ static void rope_table(const Config* c, int positions, float* table) {
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The CPU's vectors. GCC vector extensions: the compiler maps them to what the machine has (AVX-512, AVX2, SSE, NEON).
+// ---- The CPU's vectors. GCC vector extensions: the compiler maps them to what the machine has
+// (AVX-512, AVX2, SSE, NEON).
 
 #ifdef __AVX512F__
 enum { LANES = 16, PANEL = 64 };  // PANEL x 6 tokens of accumulators fill 24 of 32 registers
@@ -347,12 +472,15 @@ static inline float vec_sum(vec v) {
   return sum;
 }
 
-// e^x to 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, then n added to the exponent.
+// e^x to 2 units in the last place: x = n ln 2 + r with |r| <= ln 2 / 2, a polynomial in r, then n
+// added to the exponent.
 static inline vec vec_exp(vec x) {
-  vec low = vec_set(-87.0f), high = vec_set(88.0f);  // beyond these the exponent would leave its field
+  vec low = vec_set(-87.0f),
+      high = vec_set(88.0f);  // beyond these the exponent would leave its field
   x = (vec)(((veci)x & ~(x < low)) | ((veci)low & (x < low)));
   x = (vec)(((veci)x & ~(x > high)) | ((veci)high & (x > high)));
-  vec shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are round(x / ln 2)
+  vec shifted =
+      x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are round(x / ln 2)
   vec n = shifted - 12582912.0f;
   vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
   vec p = r * (1.0f / 5040) + 1.0f / 720;
@@ -365,10 +493,10 @@ static inline vec vec_exp(vec x) {
   return (vec)((veci)p + ((veci)shifted << 23));
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Linear layers on the CPU: a packed outer product. Weights lie in panels of PANEL rows, k outermost, so one step of k is
-// PANEL consecutive weights times one broadcast x per token: no horizontal sums. A panel's weights are read from memory
-// once whatever the number of tokens, which is all that batching is about (article 2, section 4.2).
+// ---- Linear layers on the CPU: a packed outer product. Weights lie in panels of PANEL rows, k
+// outermost, so one step of k is PANEL consecutive weights times one broadcast x per token: no
+// horizontal sums. A panel's weights are read from memory once whatever the number of tokens, which
+// is all that batching is about (article 2, section 4.2).
 
 static inline size_t panel_index(int row, int col, int k) {
   return ((size_t)(row / PANEL) * k + col) * PANEL + row % PANEL;
@@ -378,19 +506,19 @@ static inline int padded_rows(int n) {
   return (n + PANEL - 1) / PANEL * PANEL;
 }
 
-// y[n_tokens][PANEL] (+)= x[n_tokens][n_k] . w[n_k][PANEL]. n_tokens is a constant at every call site, so the loops unroll
-// and the accumulators stay in registers. Sums run over k in order: a token's result does not depend on its neighbours.
-// The first tile of tokens reads the weights from memory and leaves them widened to float in the L1 cache for the others.
+// y[n_tokens][PANEL] (+)= x[n_tokens][n_k] . w[n_k][PANEL]. n_tokens is a constant at every call
+// site, so the loops unroll and the accumulators stay in registers. Sums run over k in order: a
+// token's result does not depend on its neighbours. The first tile of tokens reads the weights from
+// memory and leaves them widened to float in the L1 cache for the others.
 static inline __attribute__((always_inline)) void outer_product(
-    int n_tokens,
-    int n_k,
-    const float* x,   // [n_tokens, k of the matrix]
+    int n_tokens, int n_k,
+    const float* x,  // [n_tokens, k of the matrix]
     size_t x_stride,
-    const f16* w,     // [n_k, PANEL], or NULL: take them from wide
-    float* wide,      // [n_k, PANEL]
-    float* y,         // [n_tokens, padded n of the matrix]
+    const f16* w,  // [n_k, PANEL], or NULL: take them from wide
+    float* wide,   // [n_k, PANEL]
+    float* y,      // [n_tokens, padded n of the matrix]
     size_t y_stride,
-    bool first        // this is the first piece of k: y holds nothing yet
+    bool first  // this is the first piece of k: y holds nothing yet
 ) {
   vec acc[TOKEN_TILE][PANEL_VECS];
   for (int t = 0; t < n_tokens; t++)
@@ -400,7 +528,9 @@ static inline __attribute__((always_inline)) void outer_product(
     vec weight[PANEL_VECS];
     for (int r = 0; r < PANEL_VECS; r++) {
       float* wk = wide + k * PANEL + r * LANES;
-      if (w) __builtin_prefetch(w + k * PANEL + r * LANES + 1024);  // 2 KB ahead; measured best of 1 to 8 KB
+      if (w)
+        __builtin_prefetch(w + k * PANEL + r * LANES +
+                           1024);  // 2 KB ahead; measured best of 1 to 8 KB
       if (w) vec_store(wk, vec_load_f16(w + k * PANEL + r * LANES));
       weight[r] = w ? vec_load_f16(w + k * PANEL + r * LANES) : vec_load(wk);
     }
@@ -441,8 +571,7 @@ static void matmul_cpu(float* y, const float* x, const Matrix* m, int n_tokens) 
   }
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// forward on the CPU: the oracle for every kernel, and the device where there is no GPU.
+// ---- forward on the CPU: the oracle for every kernel, and the device where there is no GPU.
 
 typedef struct {   // working memory for at most T tokens, R rows
   float* x;        // [T, D] the residual stream
@@ -463,8 +592,8 @@ static void rms_norm(float* out, const float* x, const float* weight, int dim, f
   for (int i = 0; i < dim; i++) out[i] = x[i] * scale * weight[i];
 }
 
-// One head from paired rows to its natural order, rotated on the way if angles [K/2, 2] are given (RoPE; Hugging Face rotates
-// element i with i + K/2).
+// One head from paired rows to its natural order, rotated on the way if angles [K/2, 2] are given
+// (RoPE; Hugging Face rotates element i with i + K/2).
 static void unpair_head(float* out, const float* paired, const float* angles, int head_dim) {
   int half_dim = head_dim / 2;
   for (int i = 0; i < half_dim; i++) {
@@ -475,8 +604,10 @@ static void unpair_head(float* out, const float* paired, const float* angles, in
   }
 }
 
-// Rotates q and k of token t; q goes back in natural order, k and v, rounded to fp16, into the cache.
-static void rope_and_store(const Weights* w, const KVCache* kv, const Batch* b, int layer, int t, float* qkv) {
+// Rotates q and k of token t; q goes back in natural order, k and v, rounded to fp16, into the
+// cache.
+static void rope_and_store(const Weights* w, const KVCache* kv, const Batch* b, int layer, int t,
+                           float* qkv) {
   const Config* c = &w->config;
   int head_dim = c->head_dim, offset = b->pos[t] % KV_BLOCK;
   const float* angles = w->rope + (size_t)b->pos[t] * head_dim;
@@ -495,8 +626,9 @@ static void rope_and_store(const Weights* w, const KVCache* kv, const Batch* b, 
   }
 }
 
-// Attention of token t for the query heads that share kv head g: softmax(q . k / sqrt(K)) . v over positions 0 .. pos.
-// scores: [heads, positions]. Sums run in an order that depends on the position alone.
+// Attention of token t for the query heads that share kv head g: softmax(q . k / sqrt(K)) . v over
+// positions 0 .. pos. scores: [heads, positions]. Sums run in an order that depends on the position
+// alone.
 static void attend(const Weights* w, const KVCache* kv, const Batch* b, int layer, int t, int g,
                    const float* q, float* scores, int positions, float* out) {
   const Config* c = &w->config;
@@ -507,7 +639,8 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
     for (int h = 0; h < heads; h++) {
       for (int lane = 0; lane < KV_BLOCK; lane += LANES) {
         vec dot = vec_set(0);
-        for (int i = 0; i < head_dim; i++) dot += vec_load_f16(k + i * KV_BLOCK + lane) * q[h * head_dim + i];
+        for (int i = 0; i < head_dim; i++)
+          dot += vec_load_f16(k + i * KV_BLOCK + lane) * q[h * head_dim + i];
         vec_store(scores + (size_t)h * positions + p + lane, dot * scale);
       }
     }
@@ -529,7 +662,8 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
     for (int p = 0; p < length; p++) s[p] *= inverse;
   }
   for (int p = 0; p < length; p++) {
-    const f16* v = kv->v + kv_index(c, kv, layer, b->slot[t], p, g) + (size_t)(p % KV_BLOCK) * head_dim;
+    const f16* v =
+        kv->v + kv_index(c, kv, layer, b->slot[t], p, g) + (size_t)(p % KV_BLOCK) * head_dim;
     for (int i = 0; i < head_dim; i += LANES) {
       vec value = vec_load_f16(v + i);
       for (int h = 0; h < heads; h++) {
@@ -558,20 +692,23 @@ static void add_residual(float* x, const float* y, int n_tokens, int dim) {
     for (int i = 0; i < dim; i++) x[(size_t)t * dim + i] += y[(size_t)t * padded + i];
 }
 
-static void attention_layer(const Weights* w, const KVCache* kv, const Batch* b, int layer, CpuScratch* s) {
+static void attention_layer(const Weights* w, const KVCache* kv, const Batch* b, int layer,
+                            CpuScratch* s) {
   const Config* c = &w->config;
   const Layer* l = &w->layers[layer];
   int T = b->n_tokens, group = c->n_heads / c->n_kv_heads, head_dim = c->head_dim;
   size_t qkv_stride = padded_rows(qkv_width(c)), att_stride = (size_t)c->n_heads * head_dim;
-  for (int t = 0; t < T; t++) rms_norm(s->normed + (size_t)t * c->dim, s->x + (size_t)t * c->dim, l->attn_norm, c->dim, c->norm_eps);
+  for (int t = 0; t < T; t++)
+    rms_norm(s->normed + (size_t)t * c->dim, s->x + (size_t)t * c->dim, l->attn_norm, c->dim,
+             c->norm_eps);
   matmul_cpu(s->qkv, s->normed, &l->qkv, T);
   for (int t = 0; t < T; t++) rope_and_store(w, kv, b, layer, t, s->qkv + t * qkv_stride);
 #pragma omp parallel for schedule(dynamic)
   for (int job = 0; job < T * c->n_kv_heads; job++) {
     int t = job / c->n_kv_heads, g = job % c->n_kv_heads;
     float* scores = s->scores + (size_t)thread_index() * group * s->positions;
-    attend(w, kv, b, layer, t, g, s->qkv + t * qkv_stride + g * group * head_dim, scores, s->positions,
-           s->att + t * att_stride + g * group * head_dim);
+    attend(w, kv, b, layer, t, g, s->qkv + t * qkv_stride + g * group * head_dim, scores,
+           s->positions, s->att + t * att_stride + g * group * head_dim);
   }
   matmul_cpu(s->gate_up, s->att, &l->o, T);
   add_residual(s->x, s->gate_up, T, c->dim);
@@ -580,28 +717,37 @@ static void attention_layer(const Weights* w, const KVCache* kv, const Batch* b,
 static void mlp_layer(const Weights* w, int n_tokens, int layer, CpuScratch* s) {
   const Config* c = &w->config;
   const Layer* l = &w->layers[layer];
-  for (int t = 0; t < n_tokens; t++) rms_norm(s->normed + (size_t)t * c->dim, s->x + (size_t)t * c->dim, l->mlp_norm, c->dim, c->norm_eps);
+  for (int t = 0; t < n_tokens; t++)
+    rms_norm(s->normed + (size_t)t * c->dim, s->x + (size_t)t * c->dim, l->mlp_norm, c->dim,
+             c->norm_eps);
   matmul_cpu(s->gate_up, s->normed, &l->gate_up, n_tokens);
 #pragma omp parallel for schedule(static)
-  for (int t = 0; t < n_tokens; t++) swiglu(s->hidden + (size_t)t * c->hidden_dim, s->gate_up + (size_t)t * padded_rows(2 * c->hidden_dim), c->hidden_dim);
+  for (int t = 0; t < n_tokens; t++)
+    swiglu(s->hidden + (size_t)t * c->hidden_dim,
+           s->gate_up + (size_t)t * padded_rows(2 * c->hidden_dim), c->hidden_dim);
   matmul_cpu(s->gate_up, s->hidden, &l->down, n_tokens);
   add_residual(s->x, s->gate_up, n_tokens, c->dim);
 }
 
 // logits[R, V padded] of the batch's rows. Token ids must be known (no -1).
-static void forward_cpu(const Weights* w, const KVCache* kv, const Batch* b, CpuScratch* s, float* logits) {
+static void forward_cpu(const Weights* w, const KVCache* kv, const Batch* b, CpuScratch* s,
+                        float* logits) {
   const Config* c = &w->config;
   for (int t = 0; t < b->n_tokens; t++)
-    for (int i = 0; i < c->dim; i++) s->x[(size_t)t * c->dim + i] = f16_to_f32(w->embed.w[panel_index(b->id[t], i, c->dim)]);
+    for (int i = 0; i < c->dim; i++)
+      s->x[(size_t)t * c->dim + i] = f16_to_f32(w->embed.w[panel_index(b->id[t], i, c->dim)]);
   for (int layer = 0; layer < c->n_layers; layer++) {
     attention_layer(w, kv, b, layer, s);
     mlp_layer(w, b->n_tokens, layer, s);
   }
-  for (int r = 0; r < b->n_rows; r++) rms_norm(s->normed + (size_t)r * c->dim, s->x + (size_t)b->row[r] * c->dim, w->final_norm, c->dim, c->norm_eps);
+  for (int r = 0; r < b->n_rows; r++)
+    rms_norm(s->normed + (size_t)r * c->dim, s->x + (size_t)b->row[r] * c->dim, w->final_norm,
+             c->dim, c->norm_eps);
   matmul_cpu(logits, s->normed, &w->head, b->n_rows);
 }
 
-// The token that a row of logits gives: the largest score, the lowest id among equals. Twin: sample_kernel.
+// The token that a row of logits gives: the largest score, the lowest id among equals. Twin:
+// sample_kernel.
 static int sample_cpu(const float* logits, int vocab, float temperature, uint32_t seed) {
   int best = 0;
   float best_score = -INFINITY;
