@@ -30,9 +30,9 @@
 #include <cuda_runtime.h>
 #endif
 #define STB_IMAGE_WRITE_IMPLEMENTATION
-#define STB_IMAGE_WRITE_STATIC
+#define STBI_WRITE_NO_STDIO
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"  // we use one of its writers
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 #include <stb_image_write.h>
 #pragma GCC diagnostic pop
 
@@ -110,6 +110,7 @@ typedef struct {
   void (*upload)(void* to, const void* from, size_t bytes);
   int row_multiple;             // rows of a matrix are padded to this
   int key_multiple;             // K of a cached key is padded to this
+  int kv_size;                  // bytes of a number in the cache
   int (*slices)(int n, int k);  // see Matrix
   bool (*fill)(Matrix* m, const Tensor* from, RowMap map, bool packed);
   bool (*engine_open)(Engine* e);  // working memory; false when it does not fit
@@ -136,7 +137,7 @@ struct Device {
   Allocation* list;        // ours, not yet freed
   int n_list, cap_list;
   size_t tagged[N_MEM];   // bytes, by tag
-  bool refused;           // the last allocation failed although the budget allowed it
+  bool refused;           // an allocation failed although the budget allowed it
   long fail_after;        // tests: the allocation after this many fails; -1 = none does
   int sms;                // CUDA: multiprocessors
   int shared_bytes;       // CUDA: shared memory a block may have
@@ -202,11 +203,10 @@ static bool cpu_open(Device* d, char* err) {
 // Zeroed device memory, or NULL when it does not fit. A malloc that succeeds is not a fit (drivers
 // spill to host memory, the CPU swaps), so the budget decides first.
 static void* device_alloc(Device* d, MemTag tag, size_t bytes) {
-  d->refused = false;
   if (bytes > d->limit || d->api->used() > d->limit - bytes) return NULL;
   bool fails = d->fail_after >= 0 && d->fail_after-- == 0;
   void* p = fails ? NULL : d->api->alloc(bytes);
-  d->refused = p == NULL;
+  if (!p) d->refused = true;
   if (!p) return NULL;
   if (d->n_list == d->cap_list) {
     d->cap_list = d->cap_list ? 2 * d->cap_list : 64;
@@ -243,8 +243,8 @@ static double cpu_probe_bandwidth(const Device* d) {
   double best = 0;
   for (int round = 0; round < 5; round++) {
     double start = now();
-    float sum = 0;
-#pragma omp parallel for reduction(+ : sum) schedule(static)
+    bool nonzero = false;  // never, but the compiler does not know: the loads must happen
+    PARALLEL_FOR
     for (size_t chunk = 0; chunk < bytes / 8192; chunk++) {
       vec s[4] = {vec_set(0), vec_set(0), vec_set(0), vec_set(0)};
       const float* from = p + chunk * 2048;
@@ -252,10 +252,10 @@ static double cpu_probe_bandwidth(const Device* d) {
         __builtin_prefetch(from + i + 1024);
         for (int j = 0; j < 4; j++) s[j] += vec_load(from + i + j * LANES);
       }
-      sum += vec_sum(s[0] + s[1] + s[2] + s[3]);
+      if (vec_sum(s[0] + s[1] + s[2] + s[3]) != 0) nonzero = true;
     }
     double rate = (double)bytes / (now() - start);
-    if (sum == 0 && rate > best) best = rate;
+    if (!nonzero && rate > best) best = rate;
   }
   free(p);
   return best;
@@ -264,12 +264,12 @@ static double cpu_probe_bandwidth(const Device* d) {
 // The outer product on operands that stay in the L1 cache.
 static double cpu_probe_rate(const Device* d) {
   (void)d;
-  enum { ROUNDS = 3000 };
+  enum { ROUNDS = 60000 };  // some 15 ms
   double best = 0;
-  for (int round = 0; round < 3; round++) {
+  for (int round = 0; round < 5; round++) {
     double start = now();
     int threads = thread_count();
-#pragma omp parallel for schedule(static)
+    PARALLEL_FOR
     for (int thread = 0; thread < threads; thread++) {
       float w[64 * PANEL] __attribute__((aligned(64))), x[TOKEN_TILE * 64], y[TOKEN_TILE * PANEL];
       for (int i = 0; i < 64 * PANEL; i++) w[i] = 0.5f;
@@ -297,6 +297,13 @@ static bool device_open(Device* d, const Backend* api, size_t vram, char* err) {
   d->bandwidth = api->probe_bandwidth(d);
   d->rate = api->probe_rate(d);
   return true;
+}
+
+static void device_close(Device* d) {
+  for (int tag = 0; tag < N_MEM; tag++) device_free_all(d, (MemTag)tag);
+  free(d->list);
+  d->list = NULL;
+  d->cap_list = 0;
 }
 // ---- Requests: what a client asks for, and where it stands.
 
@@ -365,8 +372,8 @@ static void blocks_release(BlockTable* b, int slot) {
     b->free_list[b->n_free++] = b->table[(size_t)slot * b->max_blocks + --b->held[slot]];
 }
 
-static size_t kv_bytes_per_token(const Config* c) {
-  return (size_t)2 * c->n_layers * c->n_kv_heads * c->head_dim * sizeof(f16);
+static size_t kv_bytes_per_token(const Config* c, int kv_size) {  // kv_size: bytes of one number
+  return (size_t)2 * c->n_layers * c->n_kv_heads * c->head_dim * kv_size;
 }
 
 // ---- The engine: a model on a device, with a cache, and steps in flight. engine_submit queues one
@@ -422,8 +429,8 @@ static void engine_kv_bytes(const Device* d, const Config* c, EngineSize s, size
   size_t wide =
       (c->head_dim + d->api->key_multiple - 1) / d->api->key_multiple * d->api->key_multiple;
   size_t rows = blocks * KV_BLOCK * c->n_layers * c->n_kv_heads;
-  *k_bytes = rows * wide * sizeof(f16);
-  *v_bytes = rows * c->head_dim * sizeof(f16);
+  *k_bytes = rows * wide * d->api->kv_size;
+  *v_bytes = rows * c->head_dim * d->api->kv_size;
 }
 
 static void engine_close(Engine* e) {
@@ -445,6 +452,7 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   e->w = w;
   if (size.max_tokens < graph_size(size.max_slots)) size.max_tokens = graph_size(size.max_slots);
   e->size = size;
+  d->refused = false;
   size_t k_bytes, v_bytes, used = d->api->used(), left = d->limit > used ? d->limit - used : 0;
   engine_kv_bytes(d, &w->config, size, &k_bytes, &v_bytes);
   if (k_bytes + v_bytes > left) {
@@ -465,8 +473,8 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   e->kv.n_blocks = e->blocks.n_blocks;
   e->kv.max_blocks = max_blocks;
   e->kv.table = e->blocks.table;
-  e->kv.k = (f16*)device_alloc(d, MEM_KV, k_bytes);
-  e->kv.v = (f16*)device_alloc(d, MEM_KV, v_bytes);
+  e->kv.k = device_alloc(d, MEM_KV, k_bytes);
+  e->kv.v = device_alloc(d, MEM_KV, v_bytes);
   if (e->kv.k && e->kv.v && d->api->engine_open(e)) return ROW_OK;
   RowStatus status = d->refused ? ROW_OOM : ROW_SKIPPED;
   snprintf(err, ERR_LEN, "working memory does not fit beside %.1f GiB of KV: %.1f GiB left",
@@ -509,10 +517,10 @@ typedef struct {
   double noreuse_bytes;  // if every token re-read the weights
 } Work;
 
-static Work count_work(const Config* c, const Batch* b) {
+static Work count_work(const Config* c, const Batch* b, int kv_size) {
   double D = c->dim, V = c->vocab_size, att = (double)c->n_heads * c->head_dim;
   double layer = D * qkv_width(c) + att * D + 3 * D * c->hidden_dim,
-         kv = (double)kv_bytes_per_token(c);
+         kv = (double)kv_bytes_per_token(c, kv_size);
   Work w = {0, 0, 0, 0};
   double body = 2 * c->n_layers * layer, head = b->n_rows ? 2 * V * D : 0;
   w.weight_bytes = body + head + 2.0 * b->n_tokens * D;
@@ -668,7 +676,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
     Planned* p = &planned[submitted % IN_FLIGHT];
     more = more && !cut && plan_step(e, w, p);
     if (more) {
-      p->work = count_work(&e->w->config, &p->batch);
+      p->work = count_work(&e->w->config, &p->batch, e->device->api->kv_size);
       engine_submit(e, &p->batch);
       submitted++;
     }
@@ -690,7 +698,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
 
 static bool cpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
   (void)packed;  // there is one layout
-#pragma omp parallel for schedule(static)
+  PARALLEL_FOR
   for (int row = 0; row < from->rows; row++)
     for (int col = 0; col < from->cols; col++)
       m->w[panel_index(map_row(map, row), col, m->k)] =
@@ -776,6 +784,7 @@ static const Backend cpu_backend = {
     cpu_upload,
     PANEL,
     1,
+    sizeof(float),
     cpu_slices,
     cpu_fill,
     cpu_engine_open,
@@ -820,7 +829,7 @@ __device__ static inline int v_index(int token, int dim) {
 // Streams weights past the L1 cache, which the activations need.
 __device__ static inline uint4 load_weights(const uint4* p) {
   uint4 r;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
                : "l"(p));
   return r;
@@ -979,8 +988,8 @@ __global__ void __launch_bounds__(NORM_THREADS)
   for (int i = 0; i < MOST; i++) {
     int at = i * NORM_THREADS + threadIdx.x;
     if (at >= dim / 4) break;
-    v[i] = xt[at];
-    if (y.slices) xt[at] = v[i] = add(v[i], sum_slices<float4>(y, (size_t)t * dim / 4 + at));
+    v[i] = xt[at];  // stores come below: here they would hold up the next loads
+    if (y.slices) v[i] = add(v[i], sum_slices<float4>(y, (size_t)t * dim / 4 + at));
     sum[0] += square4(v[i]);
   }
   block_sums<1>(sum);
@@ -989,6 +998,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
   for (int i = 0; i < MOST; i++) {
     int at = i * NORM_THREADS + threadIdx.x;
     if (at >= dim / 4) break;
+    if (y.slices) xt[at] = v[i];
     ((uint2*)(normed + (size_t)blockIdx.x * dim))[at] =
         norm4(v[i], scale, ((const float4*)weight)[at]);
   }
@@ -1882,20 +1892,24 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
          n_tokens);
 }
 
-// Tile shapes by number of tokens and by the shared memory a block may have: 99 KB or more from
-// Ampere on, 64 KB on Turing, where one must do for all.
+// Tile shapes by number of tokens, pipeline depth by the shared memory a block may have: 227 KB on
+// Hopper, 163 on A100, 99 on other Ampere and Ada cards, 64 on Turing, where one shape must do for
+// all. Depth is what small batches live on: at 64 tokens on an H200 a step takes 1,755 us with 3
+// stages, 1,475 with 4, 1,430 with 6.
 template <Output MODE>
 static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                          int z) {
   constexpr bool SLICED = MODE == OUT_FLOAT;
   int kb = g->device->shared_bytes / 1024;
-  if (n_tokens <= 16 && kb >= 99)
-    return launch_tile<MODE, SLICED, 128, 16, 32, 16, 5>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 32 && kb >= 99)
-    return launch_tile<MODE, SLICED, 128, 32, 32, 32, 4>(g, out, x, m, n_tokens, z);
   if (kb < 99) return launch_tile<MODE, SLICED, 128, 32, 32, 32, 3>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 16 && kb >= 150)
+    return launch_tile<MODE, SLICED, 128, 16, 32, 16, 8>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 32)
+    return launch_tile<MODE, SLICED, 128, 32, 32, 32, 4>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 64 && kb >= 150)
+    return launch_tile<MODE, SLICED, 128, 64, 32, 64, 6>(g, out, x, m, n_tokens, z);
   if (n_tokens <= 64)
-    return launch_tile<MODE, SLICED, 128, 64, 32, 32, 4>(g, out, x, m, n_tokens, z);
+    return launch_tile<MODE, SLICED, 128, 64, 32, 64, 4>(g, out, x, m, n_tokens, z);
   if (m->slices > 1) return launch_tile<MODE, true, 128, 128, 32, 64, 3>(g, out, x, m, n_tokens, z);
   return launch_tile<MODE, false, 128, 128, 64, 64, 3>(g, out, x, m, n_tokens, z);
 }
@@ -2287,10 +2301,9 @@ static void gpu_upload(void* to, const void* from, size_t bytes) {
 }
 
 static const Backend gpu_backend = {
-    gpu_open,        gpu_probe_bandwidth, gpu_probe_rate,   gpu_used,   gpu_alloc,
-    gpu_free,        gpu_upload,          MAX_BLOCK_ROWS,   TILE_K,     matrix_slices,
-    gpu_fill,        gpu_engine_open,     gpu_engine_close, gpu_submit, gpu_collect,
-    gpu_copy_logits,
+    gpu_open,        gpu_probe_bandwidth, gpu_probe_rate, gpu_used,     gpu_alloc,       gpu_free,
+    gpu_upload,      MAX_BLOCK_ROWS,      TILE_K,         sizeof(half), matrix_slices,   gpu_fill,
+    gpu_engine_open, gpu_engine_close,    gpu_submit,     gpu_collect,  gpu_copy_logits,
 };
 
 static const Backend* cuda_backend(void) {
@@ -2395,7 +2408,6 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
   weights_close(w, d);
   return false;
 }
-// Host-side parts of bs.cu without a device: metrics, knee, result files, table, options.
 
 #define BS_VERSION "0.1.0"
 
@@ -2409,8 +2421,8 @@ __attribute__((format(printf, 3, 4))) static bool say(char* to, size_t n, const 
   return false;
 }
 
-// Metrics: a mean hides the requests that waited, and large batches hurt the tail first, so latency
-// is reported as percentiles (article 1, section 3: "P95 or P99, not only the average").
+// ---- Metrics: a mean hides the requests that waited, and large batches hurt the tail first, so
+// latency is reported as percentiles (article 1, section 3: "P95 or P99, not only the average").
 
 // Percentile p (0..100) of n ascending values by linear interpolation, numpy's default.
 static double percentile(const double* sorted, int n, double p) {
@@ -2770,7 +2782,7 @@ static const Option option_table[] = {
     {"--input-len", "N", "", INT, AT(input_len), 1, 1e6, CMD_SWEEP,
      "prompt tokens of a request (CPU 32, GPU 128)"},
     {"--output-len", "N", "", INT, AT(output_len), 1, 1e6, CMD_ALL,
-     "new tokens (CPU 32, GPU 128; generate 256)"},
+     "new tokens (CPU 32, GPU 128; generate 512)"},
     {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
     {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 1e6, CMD_ALL,
      "most prompt tokens in a step (CPU 256, GPU 4096)"},
@@ -2857,6 +2869,10 @@ static bool set_option(Options* o, const Option* opt, const char* text, char* er
   if (opt->type == CHOICE) ok = choice_index(opt->arg, text) >= 0;
   if (opt->type == TEXT) ok = *text != '\0';
   if (opt->type == PROMPT) ok = *text != '\0' && o->n_prompts < MAX_PROMPTS;
+  if (!ok && (opt->type == TEXT || opt->type == PROMPT)) {
+    return say(err, ERR_LEN, "%s: %s", opt->name,
+               *text ? "at most 256 of them" : "the text is empty");
+  }
   if (!ok) {
     char range[80] = "";
     if (opt->hi > 0) snprintf(range, sizeof range, " from %.9g to %.9g", opt->lo, opt->hi);
@@ -3070,10 +3086,399 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   engine_close(&e);
   return whole;
 }
+// ---- Plots. What this section teaches: a chart needs no library. A picture is a grid of dots, 4 x
+// 4 to a pixel; averaging a pixel's dots is anti-aliasing. Everything drawn is a box or a thick
+// segment, letters too. A scale maps a value to a pixel, through log(value) where doublings should
+// look equal. A label takes the nearest place without ink. The charts themselves are two tables.
+
+// Okabe and Ito's colours, distinct to every common colour vision; dashes serve grey prints.
+typedef enum { INK_NONE, INK_GRID, INK_DIM, INK_DARK, INK_BLUE, INK_GREEN, INK_GOLD, INK_RED } Ink;
+static const int INK_RGB[] = {0xffffff, 0xe3e3e3, 0x5c5c5c, 0x222222,
+                              0x0072b2, 0x009e73, 0xe69f00, 0xd55e00};
+enum { DOTS = 4, MAX_W = 2400, MAX_H = 1600, LABEL_SIZE = 14, TITLE_SIZE = 23 };  // pixels
+// The picture, an Ink each. Static: a long sweep must not end without memory to show its result.
+static uint8_t dots[MAX_H * DOTS][MAX_W * DOTS], rgb[MAX_W * MAX_H * 3];
+
+typedef struct {
+  double x, y;
+} Point;  // pixels, y down
+typedef struct {
+  double x0, y0, x1, y1;
+} Box;
+typedef struct {
+  char s[480];
+} Str;  // text returned by value: nothing to free
+
+static Str format_str(const char* format, ...) {
+  Str s;
+  va_list args;
+  va_start(args, format);
+  vsnprintf(s.s, sizeof s.s, format, args);
+  va_end(args);
+  return s;
+}
+
+// 1234 -> 1.23k, 6e14 -> 600T; 1536 MiB -> 1.5 GiB: three digits are all that a reader can use.
+static Str format_num(double v, bool mib) {
+  int unit = mib ? 2 : 0;
+  double step = mib ? 1024 : 1000;
+  for (; fabs(v) >= 0.9995 * step && unit < 6; unit++) v /= step;
+  if (isnan(v)) return format_str("n/a");
+  return format_str("%.3g%s%.1s%s", v, mib ? " " : "", &"\0kMGTPE"[unit], mib ? "iB" : "");
+}
+
+// A pixel coordinate in dots, of which there are n pixels' worth; 0 for NaN.
+static int to_dot(double v, int n) {
+  return (int)fmin(fmax(round(v * DOTS), 0), n * DOTS);
+}
+
+static void fill_box(double x0, double y0, double x1, double y1, Ink ink) {
+  int left = to_dot(x0, MAX_W), right = to_dot(x1, MAX_W), end = to_dot(y1, MAX_H);
+  for (int y = to_dot(y0, MAX_H); y < end; y++)
+    for (int x = left; x < right; x++) dots[y][x] = (uint8_t)ink;
+}
+
+// Every dot within r of the line from a to b, in dashes where dash > 0; none where a or b is NaN.
+static void draw_segment(Point a, Point b, double r, double dash, Ink ink) {
+  double ex = b.x - a.x, ey = b.y - a.y, length = sqrt(ex * ex + ey * ey);
+  int left = to_dot(fmin(a.x, b.x) - r, MAX_W), right = to_dot(fmax(a.x, b.x) + r, MAX_W);
+  int top = to_dot(fmin(a.y, b.y) - r, MAX_H), bottom = to_dot(fmax(a.y, b.y) + r, MAX_H);
+  for (int y = top; y < bottom; y++)
+    for (int x = left; x < right; x++) {
+      double px = (x + 0.5) / DOTS - a.x, py = (y + 0.5) / DOTS - a.y;
+      double t = fmin(fmax((px * ex + py * ey) / fmax(length * length, 1e-12), 0), 1);
+      double dx = px - t * ex, dy = py - t * ey;
+      bool in_dash = dash <= 0 || fmod(t * length, 2 * dash) <= dash;
+      if (in_dash && dx * dx + dy * dy <= r * r) dots[y][x] = (uint8_t)ink;
+    }
+}
+
+// The alphabet from ' ' to '~', one glyph per '|'. Two characters are a point: x a letter (a = 0),
+// y one of 0..9 a..f = 0..15 or w..z = -4..-1; capitals are 14 high. A small letter is on the line,
+// a capital pulls it (a quadratic curve, as in TrueType), and a space lifts the pen.
+static const char GLYPHS[] =
+    "|aea5 a0a0|aeab dedb|b0de g0ie a5k5 a9k9|ibIdAdA8J6J1A1a3 eff0|b0ke abAeFeF8A8ab g3G6L6L0G0g3"
+    "|k0c9BbBeEeHeHbH9A7A0E0H0k6|aeab|dfAcA0dx|afDcD0ax|ddd7 acg8 a8gc|e2ea a6i6|b1ay|a6g6|a0a0|az"
+    "ge|a5a9AeIei9i5I0A0a5|abeee0|aaAeIeI9a0i0|abAeHeH8d8 d8I8I0A0a3|g0gea4i4|heaea8B9I9I0A0a3|geA"
+    "9a4A0I0I8A8a4|aeiec0|e8B8BeHeH8e8A8A0I0I8e8|c0I5iaIeAeA6I6ia|a0a0 a9a9|b0ay b9b9|iaa6i2|a8i8 "
+    "a4i4|aai6a2|abAeHeH8d8d5 d0d0|j9J4M4NeHeAeA0H0l0 jaEaE4J4|a0fek0 b4j4|a0aefeJeJ7f7a7 f7K7K0f0"
+    "a0|kbJeAeA0J0k3|a0aeeeKeK0e0a0|ieaea0i0 a7h7|ieaea0 a7h7|kbJeAeA0K0k6g6|a0ae k0ke a7k7|a0ae|h"
+    "eh4H0A0a4|a0ae jea5 d8k0|aea0i0|a0aeg4mem0|a0aek0ke|a7AeLeL0A0a7|a0aefeJeJ6f6a6|a7AeLeL0A0a7 "
+    "h4l0|a0aefeJeJ6f6a6 f6j0|ibIeAeA8J6J0A0a3|f0fe aeke|aea5A0K0k5ke|aef0ke|aed0hel0oe|a0je aej0|"
+    "aef7ke f7f0|aejea0j0|cfafaxcx|aegz|afcfcxax|aadega|ayiy|aecc|a8BaHah6h0 h6d6A6A0d0G0h3|aea0 a"
+    "7BaIaI0B0a3|h8GaAaA0G0h2|iei0 i7HaAaA0H0i3|a5i5IaAaA0G0h2|feCecbc0 aafa|iai0IwBway i7HaAaA0H0"
+    "i3|aea0 a6BaHah6h0|aaa0 adad|dadzDwaw dddd|aea0 haa4 d6i0|aea3A0c0|aaa0 a6BaGag6g0 g6HaMam6m0"
+    "|aaa0 a6BaHah6h0|a5AaIaI0A0a5|aaaw a7BaIaI0B0a3|iaiw i7HaAaA0H0i3|aaa0 a6Bafa|g8FaAaA6H4H0B0a"
+    "2|cdc3C0f0 aafa|aaa4A0G0h4 hah0|aae0ia|aad0gaj0ma|a0ha aah0|aae0 iacw|aahaa0h0|efCfCca6C0Cxex"
+    "|afax|afCfCce6C0Cxax|a5A8E8E4I4i7|";
+
+// Draws a letter that starts at `at` and returns the way to the next; INK_NONE only measures.
+static double draw_glyph(char letter, Point at, double size, Ink ink) {
+  double unit = size / 14, r = size * (size > LABEL_SIZE ? 0.083 : 0.072), right = 0;
+  const char* s = GLYPHS;
+  for (int i = letter >= ' ' && letter <= '~' ? letter : '?'; i > ' '; i--) s = strchr(s, '|') + 1;
+  Point lifted = {NAN, NAN}, from = lifted, pull = lifted;  // from there nothing is drawn
+  for (bool pulled = false; *s != '|'; s += 2) {
+    if (*s == ' ') from = pull = lifted;
+    if (*s == ' ') s++;
+    bool on = islower((unsigned char)s[0]) != 0;
+    int gx = tolower((unsigned char)s[0]) - 'a';
+    int gy = s[1] <= '9' ? s[1] - '0' : s[1] >= 'w' ? s[1] - 'z' - 1 : s[1] - 'a' + 10;
+    Point p = {at.x + unit * gx, at.y - unit * gy}, last = from;
+    Point end = {on ? p.x : (pull.x + p.x) / 2, on ? p.y : (pull.y + p.y) / 2};
+    for (int i = 1; i <= 8 && ink != INK_NONE && (on || pulled); i++) {
+      double t = i / 8.0, u = 1 - t;
+      Point q = {u * u * from.x + 2 * u * t * pull.x + t * t * end.x,
+                 u * u * from.y + 2 * u * t * pull.y + t * t * end.y};
+      draw_segment(last, q, r, 0, ink);
+      last = q;
+    }
+    if (on || pulled) from = end;
+    pull = p;
+    pulled = !on;
+    right = fmax(right, gx);
+  }
+  return unit * (right + (letter == ' ' ? 6 : 4));
+}
+
+static double text_width(const char* s, double size) {
+  Point p = {0, 0};
+  for (; *s; s++) p.x += draw_glyph(*s, p, size, INK_NONE);
+  return p.x - 4 * size / 14;
+}
+
+// Text with baseline y; x is its start (align 0), middle (0.5) or end (1). Shrinks to fit room.
+static void draw_text(double x, double y, double align, double room, double size, Ink ink,
+                      const char* s) {
+  size *= fmin(1, room / fmax(text_width(s, size), 1));
+  Point at = {round(x - align * text_width(s, size)), round(y)};  // whole pixels: sharp stems
+  for (; *s; s++) at.x += draw_glyph(*s, at, size, ink);
+}
+
+typedef enum { SCALE_LINEAR, SCALE_MIB, SCALE_LOG2, SCALE_LOG10 } ScaleKind;
+typedef struct {
+  ScaleKind kind;
+  double lo, hi, from, to;  // values, pixels
+} Scale;
+typedef struct {
+  Box box, in;  // the whole chart; the plotting area
+  Scale x, y;
+} Axes;
+
+static Axes new_axes(Box b, double margin, ScaleKind x, ScaleKind y) {
+  Box in = {b.x0 + 84, b.y0 + TITLE_SIZE + 72, b.x1 - margin, b.y1 - 62};
+  Axes a = {b, in, {x, INFINITY, 0, in.x0, in.x1}, {y, INFINITY, 0, in.y1, in.y0}};
+  return a;
+}
+
+// Widens the scale to show v > 0 and some room around it; a linear scale begins at zero.
+static void include_value(Scale* s, double v) {
+  double pad = s->kind < SCALE_LOG2 ? 1.15 : s->kind == SCALE_LOG2 ? 1.5 : 2;
+  if (!(v > 0 && v < 1e30)) return;
+  s->lo = s->kind < SCALE_LOG2 ? 0 : fmin(s->lo, v / pad);
+  s->hi = fmax(s->hi, v * pad);
+}
+
+static double to_pixel(const Scale* s, double v) {
+  double t = s->kind < SCALE_LOG2 ? v / s->hi : log(v / s->lo) / log(s->hi / s->lo);
+  return s->from + t * (s->to - s->from);
+}
+
+// The next round value: in steps of a power of two, or doubled, or 1 2 5 of every decade.
+static double next_tick(const Scale* s, double v) {
+  if (s->kind < SCALE_LOG2) return v + pow(2, ceil(log2(s->hi / 7)));
+  bool two = s->kind == SCALE_LOG10 && fabs(v / pow(10, floor(log10(v))) - 2) < 0.01;
+  return two ? 2.5 * v : 2 * v;
+}
+
+static void draw_axes(const Axes* a, const char* title, const char* x_name, const char* y_name) {
+  const Box *b = &a->box, *in = &a->in;
+  static const double FIRST[] = {0, 0, 1, 1e-9};  // for every ScaleKind
+  double room = b->x1 - b->x0;
+  draw_text(b->x0, b->y0 + TITLE_SIZE, 0, room, TITLE_SIZE, INK_DARK, title);
+  draw_text(b->x0, b->y0 + TITLE_SIZE + 44, 0, room, LABEL_SIZE, INK_DIM, y_name);
+  draw_text((in->x0 + in->x1) / 2, in->y1 + 58, 0.5, room, LABEL_SIZE, INK_DIM, x_name);
+  for (double v = FIRST[a->y.kind]; v < a->y.hi; v = next_tick(&a->y, v)) {
+    if (v < a->y.lo) continue;
+    double at = round(to_pixel(&a->y, v));
+    Str name = format_num(v, a->y.kind == SCALE_MIB);
+    fill_box(in->x0, at - 1, in->x1, at, INK_GRID);
+    draw_text(in->x0 - 8, at + 7, 1, in->x0 - b->x0, LABEL_SIZE, INK_DIM, name.s);
+  }
+  for (double v = FIRST[a->x.kind]; v < a->x.hi; v = next_tick(&a->x, v)) {
+    if (v < a->x.lo) continue;
+    double at = round(to_pixel(&a->x, v));
+    fill_box(at - 1, in->y1, at + 1, in->y1 + 7, INK_DARK);
+    draw_text(at, in->y1 + 28, 0.5, room, LABEL_SIZE, INK_DIM, format_num(v, false).s);
+  }
+  fill_box(in->x0, in->y1, in->x1, in->y1 + 2, INK_DARK);
+}
+
+// Puts a label beside p, in the nearest of 64 places that has no ink; false where none is free.
+static bool place_label(const Axes* a, Point p, Ink ink, const char* s) {
+  static const Point WAY[] = {{1, 0}, {1, -1}, {1, 1}, {0, -1}, {-1, -1}, {-1, 0}, {0, 1}, {-1, 1}};
+  double w = text_width(s, LABEL_SIZE) / 2 + 4, h = LABEL_SIZE / 2 + 5;
+  bool is_free = false;
+  for (int i = 0; i < 64 && !is_free; i++) {
+    double gap = 8 * (i / 8 + 1), x = p.x + WAY[i % 8].x * (w + gap);
+    double y = p.y + WAY[i % 8].y * (h + gap);
+    is_free = x - w > a->in.x0 && x + w < a->box.x1 && y - h > a->in.y0 - 16 && y + h < a->in.y1;
+    for (int d = to_dot(y - h, MAX_H); d < to_dot(y + h, MAX_H) && is_free; d++)
+      for (int e = to_dot(x - w, MAX_W); e < to_dot(x + w, MAX_W) && is_free; e++)
+        is_free = dots[d][e] <= INK_GRID;
+    if (is_free) draw_text(x, y + LABEL_SIZE / 2, 0.5, 2 * w, LABEL_SIZE, ink, s);
+  }
+  return is_free;
+}
+
+// What the charts read: from a row, then from the rules and the probe. Memory adds up part by part.
+enum { V_BATCH, V_TOK, V_ROOF, V_NOREUSE, V_WORK, V_FLOPS, V_WEIGHTS, V_KV, V_ACT, V_USED };
+enum { V_TPOT50 = 10, V_TPOT95, V_TPOT99, V_TPOT, V_TTFT50, V_TTFT95, V_TTFT99, V_SLO_TPOT };
+enum { V_SLO_TTFT = 18, V_MARK, V_LIMIT, V_BEND, V_PEAK };
+
+static double row_value(const SweepReport* r, int i, int v) {
+  const SweepRow* w = &r->rows[i];
+  Percentiles p = w->tpot, f = w->ttft;
+  double n = w->batch, tok = w->output_tok_s, roof = n / w->roof_us * 1e6;
+  double noreuse = n / w->noreuse_us * 1e6, chosen = at_percentile(p, r->rules.percentile);
+  double work = w->step_flops / w->step_bytes, flops = w->step_flops / w->step_us * 1e6;
+  double weights = w->mem_weights_mib, kv = weights + w->mem_kv_mib, act = kv + w->mem_work_mib;
+  double used = act + w->mem_other_mib, limit = w->mem_limit_mib;
+  double mark = limit * r->rules.watermark_pct / 100;
+  double slo1 = r->rules.slo_tpot_ms, slo2 = r->rules.slo_ttft_ms;
+  double ridge = r->rate / r->bandwidth;  // the roof: from the first row to the ridge and past it
+  double bend = i == 0 ? work : i == 1 ? ridge : fmax(2 * ridge, work);
+  double peak = fmin(bend * r->bandwidth, r->rate);
+  const double values[] = {n,     tok,  roof,  noreuse, work,  flops,  weights, kv,
+                           act,   used, p.p50, p.p95,   p.p99, chosen, f.p50,   f.p95,
+                           f.p99, slo1, slo2,  mark,    limit, bend,   peak};
+  bool ran = w->status == ROW_OK || v == V_BATCH || v >= V_SLO_TPOT;
+  return ran && isfinite(values[v]) && values[v] > 0 ? values[v] : NAN;
+}
+
+enum { AS_BAR = -1, AS_SOLID, AS_DOTS = 4, AS_LIMIT = 9, AS_DASHES };  // length of a dash, pixels
+static const struct Chart {
+  const char *file, *x_name, *y_name, *finding;
+  int of, x, y;  // V_... of the finding's ratio; of the points that are marked
+} CHARTS[] = {
+    {"throughput.png", "batch size", "output tokens/s",
+     "Batch %d gives %s times the tokens/s of batch %d", V_TOK, V_BATCH, V_TOK},
+    {"latency.png", "batch size", "ms to the first token (TTFT), ms per further token (TPOT)",
+     "Batch %d takes %s times the time per token of batch %d", V_TPOT, V_BATCH, V_TPOT},
+    {"memory.png", "batch size", "device memory", "Batch %d uses %s times the memory of batch %d",
+     V_USED, V_BATCH, V_USED},
+    {"roofline.png", "FLOP per byte moved", "FLOP/s",
+     "Batch %d does %s times the work per byte of batch %d", V_WORK, V_WORK, V_FLOPS},
+    {"frontier.png", "time per output token, ms: left and up is better", "output tokens/s",
+     "Batch %d trades %s times the time per token of batch %d for throughput", V_TPOT, V_TPOT,
+     V_TOK},
+};
+static const struct Series {
+  int chart, x, y, shape, ink;  // CHARTS[chart], V_..., AS_..., INK_...
+  const char* name;
+} SERIES[] = {
+    {0, V_BATCH, V_TOK, AS_SOLID, INK_BLUE, "achieved"},
+    {0, V_BATCH, V_ROOF, AS_DASHES, INK_DARK, "roofline"},
+    {0, V_BATCH, V_NOREUSE, AS_DOTS, INK_RED, "no weight reuse"},
+    {1, V_BATCH, V_TPOT50, AS_SOLID, INK_BLUE, "TPOT P50"},
+    {1, V_BATCH, V_TPOT95, AS_DASHES, INK_BLUE, "TPOT P95"},
+    {1, V_BATCH, V_TPOT99, AS_DOTS, INK_BLUE, "TPOT P99"},
+    {1, V_BATCH, V_TTFT50, AS_SOLID, INK_GREEN, "TTFT P50"},
+    {1, V_BATCH, V_TTFT95, AS_DASHES, INK_GREEN, "TTFT P95"},
+    {1, V_BATCH, V_TTFT99, AS_DOTS, INK_GREEN, "TTFT P99"},
+    {1, V_BATCH, V_SLO_TPOT, AS_LIMIT, INK_DARK, "SLO for TPOT:"},
+    {1, V_BATCH, V_SLO_TTFT, AS_LIMIT, INK_DARK, "SLO for TTFT:"},
+    {2, V_BATCH, V_WEIGHTS, AS_BAR, INK_BLUE, "weights"},
+    {2, V_BATCH, V_KV, AS_BAR, INK_RED, "KV cache"},
+    {2, V_BATCH, V_ACT, AS_BAR, INK_GREEN, "activations, workspace"},
+    {2, V_BATCH, V_USED, AS_BAR, INK_DIM, "framework, lost"},
+    {2, V_BATCH, V_LIMIT, AS_LIMIT, INK_DARK, "limit"},
+    {2, V_BATCH, V_MARK, AS_LIMIT, INK_DARK, "watermark"},
+    {3, V_WORK, V_FLOPS, AS_SOLID, INK_BLUE, "achieved"},
+    {3, V_BEND, V_PEAK, AS_SOLID, INK_DARK, "roofline"},
+    {4, V_TPOT, V_TOK, AS_SOLID, INK_BLUE, "achieved"},
+    {4, V_SLO_TPOT, V_TOK, AS_LIMIT, INK_DARK, "SLO"},
+};
+enum { N_CHARTS = sizeof CHARTS / sizeof CHARTS[0], N_SERIES = sizeof SERIES / sizeof SERIES[0] };
+
+static Point row_point(const Axes* a, const SweepReport* r, int i, int x, int y) {
+  Point p = {to_pixel(&a->x, row_value(r, i, x)), to_pixel(&a->y, row_value(r, i, y))};
+  return p;
+}
+
+// Draws a line through the rows, or bars from zero; then, in a second call, names it at its last
+// point, or an earlier one. A limit gets its value; far above the chart it is only a name.
+static void draw_series(const Axes* a, const SweepReport* r, const struct Series* s, bool name) {
+  double half = 0.2 * (to_pixel(&a->x, 2) - to_pixel(&a->x, 1));  // 0.4 doublings wide
+  Point last = {NAN, NAN};
+  for (int i = r->n_rows - 1; i >= 0; i--) {
+    Point p = row_point(a, r, i, s->x, s->y);
+    bool limit = s->shape == AS_LIMIT, bar = s->shape == AS_BAR, drawn = !name && p.y >= a->in.y0;
+    if (drawn && bar) {
+      fill_box(p.x - half, p.y - 2, p.x + half, p.y, INK_NONE);  // parts them in grey, too
+      fill_box(p.x - half, p.y, p.x + half, a->in.y1, (Ink)s->ink);
+    } else if (drawn) {
+      draw_segment(last, p, limit ? 1 : 1.8, s->shape, (Ink)s->ink);
+      if (!limit && s->x != V_BEND) draw_segment(p, p, 5, 0, (Ink)s->ink);
+    } else if (name && !isnan(p.y)) {
+      double v = row_value(r, i, s->x == V_SLO_TPOT ? s->x : s->y);
+      Str value = format_num(v, a->y.kind == SCALE_MIB);
+      const char* format = !limit ? "%s" : p.y < a->in.y0 ? "%s %s, off the chart" : "%s %s";
+      Point at = {bar ? p.x + half : p.x, fmax(p.y, a->in.y0)};
+      if (place_label(a, at, (Ink)s->ink, format_str(format, s->name, value.s).s)) return;
+    }
+    if (s->shape != AS_LIMIT || isnan(last.x)) last = p;  // one line of regular dashes
+  }
+}
+
+// Names the working point, what does not fit and, where x is not the batch, the other points.
+static void name_points(const Axes* a, const SweepReport* r, const struct Chart* chart) {
+  for (int i = r->n_rows - 1; i >= 0; i--) {
+    bool working = i == r->knee.working;
+    Point p = row_point(a, r, i, chart->x, chart->y), foot = {p.x, a->in.y1 - 20};
+    if (working || chart->x != V_BATCH) {
+      Str batch = format_str(working ? "working point: batch %d" : "%d", r->rows[i].batch);
+      place_label(a, p, working ? INK_DARK : INK_DIM, batch.s);
+    } else if (r->rows[i].status != ROW_OK) {
+      draw_text(p.x, a->in.y1 - 6, 0.5, 99, TITLE_SIZE, INK_RED, "x");
+      bool first = i == 0 || r->rows[i - 1].status == ROW_OK;
+      if (first) place_label(a, foot, INK_RED, "does not fit");
+    }
+  }
+}
+
+static Str sweep_title(const SweepReport* r, Str t) {
+  if (r->knee.working < 0) t = format_str("No working point: %s", r->knee.why);
+  return format_str("%s%s", r->simulated ? "Simulated. " : "", t.s);
+}
+
+static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
+  const struct Chart* c = &CHARTS[chart];
+  Axes a = new_axes(b, 210, c->x == V_BATCH ? SCALE_LOG2 : SCALE_LOG10,
+                    c->y == V_USED ? SCALE_MIB : SCALE_LOG10);
+  for (int k = 0; k < N_SERIES; k++)
+    for (int i = 0; i < r->n_rows && SERIES[k].chart == chart; i++) {
+      double y = row_value(r, i, SERIES[k].y), far = c->y == V_USED ? 4 * a.y.hi : INFINITY;
+      include_value(&a.x, row_value(r, i, SERIES[k].x));
+      if (SERIES[k].shape != AS_LIMIT || far <= 0 || y < far) include_value(&a.y, y);
+    }
+  Str ratio = format_num(row_value(r, w, c->of) / row_value(r, 0, c->of), false);
+  Str title = format_str(c->finding, r->rows[w].batch, ratio.s, r->rows[0].batch);
+  draw_axes(&a, sweep_title(r, title).s, c->x_name, c->y_name);
+  for (int k = N_SERIES - 1; k >= 0; k--)
+    if (SERIES[k].chart == chart) draw_series(&a, r, &SERIES[k], false);
+  Point p = row_point(&a, r, w, c->x, c->y);
+  if (r->knee.working >= 0) draw_segment(p, p, 11, 0, INK_DARK);
+  if (r->knee.working >= 0) draw_segment(p, p, 8, 0, INK_GOLD);
+  for (int k = 0; k < N_SERIES; k++)
+    if (SERIES[k].chart == chart) draw_series(&a, r, &SERIES[k], true);
+  name_points(&a, r, c);
+}
+
+static void draw_summary(Box b, const SweepReport* r, int w) {
+  double room = b.x1 - b.x0, width = (room - 60) / 2, height = (b.y1 - b.y0 - 188) / 2;
+  Str head = format_str("%s on %s: run batch %d", r->model, r->device, r->rows[w].batch);
+  Str tok = format_num(row_value(r, w, V_TOK), false);
+  Str ms = format_num(row_value(r, w, V_TPOT), false);
+  Str tip = format_str("Expect %s tokens/s, P%d %s ms/token.", tok.s, r->rules.percentile, ms.s);
+  draw_text(b.x0, b.y0 + 36, 0, room, 36, INK_DARK, sweep_title(r, head).s);
+  if (r->knee.working >= 0) draw_text(b.x0, b.y0 + 86, 0, room, 21, INK_DARK, tip.s);
+  for (int k = 0; k < 4; k++) {
+    double x = b.x0 + k % 2 * (width + 60), y = b.y0 + 140 + k / 2 * (height + 48);
+    Box panel = {x, y, x + width, y + height};
+    draw_chart(panel, r, w, k);
+  }
+}
+
+// Draws the charts and then the summary, and puts each into dir, whole or not at all.
 static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
-  (void)r;
-  (void)dir;
-  (void)err;
+  int working = r->knee.working < 0 ? 0 : r->knee.working, size = 0;
+  for (int k = 0; k <= N_CHARTS && r->n_rows > 0; k++) {
+    int w = k < N_CHARTS ? 1600 : MAX_W, h = k < N_CHARTS ? 1000 : MAX_H;
+    const SweepRow* row = &r->rows[working];
+    Box page = {36, 32, w - 36.0, h - 96.0};
+    ResultFile file;
+    if (!result_open(&file, dir, k < N_CHARTS ? CHARTS[k].file : "summary.png", err)) return false;
+    memset(dots, INK_NONE, sizeof dots);
+    if (k < N_CHARTS) draw_chart(page, r, working, k);
+    if (k == N_CHARTS) draw_summary(page, r, working);
+    Str foot = format_str("%s on %s: %d tokens in, %d out; %d requests at batch %d", r->model,
+                          r->device, row->input_len, row->output_len, row->tpot.n, row->batch);
+    draw_text(36, h - 54, 0, w - 72, LABEL_SIZE, INK_DIM, foot.s);
+    foot = format_str("Why it stops: %s", r->knee.why);
+    draw_text(36, h - 28, 0, w - 72, LABEL_SIZE, INK_DIM, foot.s);
+    for (int i = 0; i < w * h * 3; i++) {
+      int x = i / 3 % w * DOTS, y = i / 3 / w * DOTS, shift = 16 - i % 3 * 8, sum = 0;
+      for (int d = 0; d < DOTS * DOTS; d++)
+        sum += INK_RGB[dots[y + d / DOTS][x + d % DOTS]] >> shift & 255;
+      rgb[i] = (uint8_t)(sum / (DOTS * DOTS));
+    }
+    uint8_t* png = stbi_write_png_to_mem(rgb, 3 * w, w, h, 3, &size);
+    if (!png) die("no memory to write %s", file.path);
+    fwrite(png, 1, (size_t)size, file.f);  // result_close() sees an error
+    free(png);
+    if (!result_close(&file, err)) return false;
+  }
   return true;
 }
 // ---- Commands.
@@ -3135,7 +3540,7 @@ static bool open_model(Session* s, const Options* o, char* err) {
 // What the command line left open, by device: a sweep should take a minute or so.
 static void fill_defaults(Options* o, bool cuda) {
   if (!o->input_len) o->input_len = cuda ? 128 : 32;
-  if (!o->output_len) o->output_len = o->command == CMD_GENERATE ? 256 : cuda ? 128 : 32;
+  if (!o->output_len) o->output_len = o->command == CMD_GENERATE ? 512 : cuda ? 128 : 32;
   if (!o->step_tokens) o->step_tokens = cuda ? 4096 : 256;
   if (!o->repeats) o->repeats = cuda ? 3 : 1;
 }
@@ -3299,7 +3704,9 @@ static int cmd_generate(Session* s, const Options* o) {
   return interrupted ? 130 : 0;
 }
 
-#ifndef BS_NO_MAIN
+#ifdef BS_NO_MAIN
+#define main bs_main  // tests include this file
+#endif
 int main(int argc, char** argv) {
   Options o;
   Session s;
@@ -3318,6 +3725,9 @@ int main(int argc, char** argv) {
   fill_defaults(&o, s.device.api != &cpu_backend);
   int status = o.command == CMD_GENERATE ? cmd_generate(&s, &o) : cmd_sweep(&s, &o);
   free_model(&s.model);
+  device_close(&s.device);
   return status;
 }
+#ifdef BS_NO_MAIN
+#undef main
 #endif

@@ -1,5 +1,5 @@
-// The GPU against the CPU: every kernel path on odd sizes, outputs poisoned first, NaN fails. Needs a CUDA device; says
-// "skipped" without one. Built and run by `make gpu-test`.
+// The GPU against the CPU: every kernel path on odd sizes, outputs poisoned first, NaN fails. Needs
+// a CUDA device; says "skipped" without one. Built and run by `make gpu-test`.
 #define BS_NO_MAIN
 #include "../bs.cu"
 #include "check.h"
@@ -9,15 +9,17 @@
 
 static Device gpu, cpu;
 
-// Tolerances: fp16 operands and fp32 sums against double on the same fp16 operands; logits after whole random models, whose
-// activations are rounded to fp16 between layers on the GPU and stay fp32 on the CPU.
+// Tolerances: fp16 operands and fp32 sums against double on the same fp16 operands; logits after
+// whole random models, whose activations are rounded to fp16 between layers on the GPU and stay
+// fp32 on the CPU.
 static const double MATMUL_TOL = 2e-5, LOGITS_TOL = 3e-2;
 
 static float noise(uint32_t i) {
   return (float)(int32_t)(hash32(i) >> 8) / 8388608.0f - 1;
 }
 
-// ---- linear layers: each rung, against double; and the same bits whatever the number of tokens -----------------------
+// ---- linear layers: each rung, against double; and the same bits whatever the number of tokens
+// -----------------------
 
 typedef struct {
   int n, k;
@@ -27,7 +29,8 @@ typedef struct {
 } Case;
 
 static Case make_case(int n, int k, int T) {
-  Case c = {n, k, NULL, NULL, NULL, (float*)xcalloc((size_t)n * k, 4), (float*)xcalloc((size_t)T * k, 4)};
+  Case c = {
+      n, k, NULL, NULL, NULL, (float*)xcalloc((size_t)n * k, 4), (float*)xcalloc((size_t)T * k, 4)};
   int rows = (n + 255) / 256 * 256;
   half* x = (half*)xcalloc((size_t)T * k, 2);
   half* w = (half*)xcalloc((size_t)rows * k, 2);
@@ -75,7 +78,9 @@ static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, f
   CUDA_CHECK(cudaMalloc(&out, size));
   CUDA_CHECK(cudaMemset(out, 0xff, size));  // NaN everywhere
   const half* x = c->x + (size_t)x0 * c->k;
-  int slices = (mode == OUT_SWIGLU ? matmul<OUT_SWIGLU>(&g, out, x, &m, T) : matmul<OUT_FLOAT>(&g, out, x, &m, T)).slices;
+  int slices = (mode == OUT_SWIGLU ? matmul<OUT_SWIGLU>(&g, out, x, &m, T)
+                                   : matmul<OUT_FLOAT>(&g, out, x, &m, T))
+                   .slices;
   char* host = (char*)xcalloc(size, 1);
   CUDA_CHECK(cudaDeviceSynchronize());
   CUDA_CHECK(cudaMemcpy(host, out, size, cudaMemcpyDeviceToHost));
@@ -96,7 +101,8 @@ static double reference(const Case* c, Output mode, int t, int i) {
   int row = mode == OUT_SWIGLU ? i / 8 * 16 + i % 8 : i;
   for (int j = 0; j < c->k; j++) {
     sum += (double)c->host_w[(size_t)row * c->k + j] * c->host_x[(size_t)t * c->k + j];
-    if (mode == OUT_SWIGLU) up += (double)c->host_w[(size_t)(row + 8) * c->k + j] * c->host_x[(size_t)t * c->k + j];
+    if (mode == OUT_SWIGLU)
+      up += (double)c->host_w[(size_t)(row + 8) * c->k + j] * c->host_x[(size_t)t * c->k + j];
   }
   return mode == OUT_SWIGLU ? sum / (1 + exp(-sum)) * up : sum;
 }
@@ -113,17 +119,22 @@ static void test_matmul_case(int n, int k, Output mode) {
     double worst = 0;
     for (int i = 0; i < 4000; i++) {
       int at = (int)(hash32(i) % (uint32_t)(MOST * outputs));
-      if (i < 400) at = i % 2 ? (MOST - 1) * outputs + outputs - 1 - i / 2 % outputs : i / 2 % outputs;  // both corners
-      double ref = reference(&c, mode, at / outputs, at % outputs), tol = mode == OUT_SWIGLU ? 1e-3 : MATMUL_TOL;
+      if (i < 400)
+        at = i % 2 ? (MOST - 1) * outputs + outputs - 1 - i / 2 % outputs
+                   : i / 2 % outputs;  // both corners
+      double ref = reference(&c, mode, at / outputs, at % outputs),
+             tol = mode == OUT_SWIGLU ? 1e-3 : MATMUL_TOL;
       double diff = fabs(all[at] - ref) / (1 + fabs(ref)) / tol;
       if (!(diff <= worst)) worst = diff;
     }
-    CHECK(worst <= 1, "matmul %d mode %d n=%d k=%d: error is %.2f of the tolerance", rung, mode, n, k, worst);
+    CHECK(worst <= 1, "matmul %d mode %d n=%d k=%d: error is %.2f of the tolerance", rung, mode, n,
+          k, worst);
     for (size_t i = 0; i < sizeof tokens / sizeof tokens[0]; i++) {
       int T = tokens[i], x0 = (MOST - T) / 2;
       run_matmul(&c, (Matmul)rung, mode, x0, T, some);
       bool same = memcmp(some, all + (size_t)x0 * outputs, (size_t)T * outputs * 4) == 0;
-      CHECK(same, "matmul %d mode %d n=%d k=%d: %d tokens give other bits than among %d", rung, mode, n, k, T, MOST);
+      CHECK(same, "matmul %d mode %d n=%d k=%d: %d tokens give other bits than among %d", rung,
+            mode, n, k, T, MOST);
     }
   }
   free(all);
@@ -133,24 +144,26 @@ static void test_matmul_case(int n, int k, Output mode) {
 
 static void test_matmul(void) {
   test_matmul_case(16, 32, OUT_FLOAT);
-  test_matmul_case(1000, 96, OUT_FLOAT);     // rows not a multiple of 16
-  test_matmul_case(960, 576, OUT_FLOAT);     // smollm2's qkv: 18 k tiles in 2 uneven slices
-  test_matmul_case(2048, 2048, OUT_FLOAT);   // 8 slices
+  test_matmul_case(1000, 96, OUT_FLOAT);    // rows not a multiple of 16
+  test_matmul_case(960, 576, OUT_FLOAT);    // smollm2's qkv: 18 k tiles in 2 uneven slices
+  test_matmul_case(2048, 2048, OUT_FLOAT);  // 8 slices
   test_matmul_case(576, 1536, OUT_FLOAT);
-  test_matmul_case(272, 1056, OUT_FLOAT);    // 33 k tiles
+  test_matmul_case(272, 1056, OUT_FLOAT);  // 33 k tiles
   test_matmul_case(64, 64, OUT_SWIGLU);
   test_matmul_case(3072, 576, OUT_SWIGLU);
   test_matmul_case(2080, 2048, OUT_SWIGLU);  // a part-filled last block
 }
 
-// ---- whole models: prompts of several lengths, chunked and whole, against the CPU -------------------------------------
+// ---- whole models: prompts of several lengths, chunked and whole, against the CPU
+// -------------------------------------
 
 typedef struct {
   Weights w;
   Engine e;
 } Runner;
 
-static void open_runner(Runner* r, Device* d, const Model* m, Matmul matmul, int max_tokens, int slots, int positions) {
+static void open_runner(Runner* r, Device* d, const Model* m, Matmul matmul, int max_tokens,
+                        int slots, int positions) {
   char err[ERR_LEN];
   EngineSize size = {max_tokens, slots, positions, 0};
   if (!weights_open(&r->w, d, m, matmul, positions, err)) die("%s", err);
@@ -182,7 +195,8 @@ static void run_prompt(Runner* r, int slot, const int* ids, int n, int chunk, fl
   blocks_release(&r->e.blocks, slot);
 }
 
-static void test_model(const char* name, int dim, int heads, int kv_heads, int head_dim, int hidden, int vocab, bool tied) {
+static void test_model(const char* name, int dim, int heads, int kv_heads, int head_dim, int hidden,
+                       int vocab, bool tied) {
   Config c;
   memset(&c, 0, sizeof c);
   snprintf(c.name, sizeof c.name, "%s", name);
@@ -219,9 +233,11 @@ static void test_model(const char* name, int dim, int heads, int kv_heads, int h
   static const int chunks[] = {1, 7, 64, 200};
   for (int i = 0; i < 4; i++) {
     run_prompt(&on_gpu, i, ids, N, chunks[i], other);
-    CHECK(memcmp(got, other, (size_t)N * vocab * 4) == 0, "%s: chunks of %d give other bits than one chunk", name, chunks[i]);
+    CHECK(memcmp(got, other, (size_t)N * vocab * 4) == 0,
+          "%s: chunks of %d give other bits than one chunk", name, chunks[i]);
     run_prompt(&on_cpu, i, ids, N, chunks[i], other);
-    CHECK(memcmp(want, other, (size_t)N * vocab * 4) == 0, "%s on the CPU: chunks of %d give other bits than one chunk", name, chunks[i]);
+    CHECK(memcmp(want, other, (size_t)N * vocab * 4) == 0,
+          "%s on the CPU: chunks of %d give other bits than one chunk", name, chunks[i]);
   }
   close_runner(&on_gpu, &gpu);
   for (int rung = MATMUL_NAIVE; rung <= MATMUL_GEMV; rung++) {
@@ -232,7 +248,8 @@ static void test_model(const char* name, int dim, int heads, int kv_heads, int h
       double diff = fabs(other[i] - want[i]) / LOGITS_TOL;
       if (!(diff <= worst)) worst = diff;
     }
-    CHECK(worst <= 1, "%s, rung %d: logits differ by %.2f of the tolerance from the CPU's", name, rung, worst);
+    CHECK(worst <= 1, "%s, rung %d: logits differ by %.2f of the tolerance from the CPU's", name,
+          rung, worst);
     close_runner(&naive, &gpu);
   }
   close_runner(&on_cpu, &cpu);
@@ -242,9 +259,11 @@ static void test_model(const char* name, int dim, int heads, int kv_heads, int h
   free(other);
 }
 
-// ---- tokens of the engine loop: the same alone and in any company, on each device -------------------------------------
+// ---- tokens of the engine loop: the same alone and in any company, on each device
+// -------------------------------------
 
-static void test_identity(const char* model, Device* d, const int* batches, int n_batches, int out) {
+static void test_identity(const char* model, Device* d, const int* batches, int n_batches,
+                          int out) {
   Model m;
   Weights w;
   Engine e;
@@ -254,7 +273,8 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
   bool loaded = preset ? random_model(preset, 0, &m) : load_model(model, &m, err);
   if (!loaded) die("%s", err);
   int most = batches[n_batches - 1];
-  Request *one = (Request*)xcalloc(most, sizeof(Request)), *all = (Request*)xcalloc(most, sizeof(Request));
+  Request *one = (Request*)xcalloc(most, sizeof(Request)),
+          *all = (Request*)xcalloc(most, sizeof(Request));
   for (int i = 0; i < most; i++) {
     make_request(&one[i], &m.config, 1 + (i * 37) % 150, out, 5, i);
     make_request(&all[i], &m.config, 1 + (i * 37) % 150, out, 5, i);
@@ -278,8 +298,10 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
       run_requests(&e, &batch, INFINITY, &stats);
       engine_close(&e);
       int differ = 0;
-      for (int i = 0; i < batches[b]; i++) differ += memcmp(one[i].tokens, all[i].tokens, (one[i].n_prompt + out) * sizeof(int)) != 0;
-      CHECK(differ == 0, "%s on %s: %d of %d requests have other tokens than alone (steps of %d)", model, d->name, differ, batches[b], steps[s]);
+      for (int i = 0; i < batches[b]; i++)
+        differ += memcmp(one[i].tokens, all[i].tokens, (one[i].n_prompt + out) * sizeof(int)) != 0;
+      CHECK(differ == 0, "%s on %s: %d of %d requests have other tokens than alone (steps of %d)",
+            model, d->name, differ, batches[b], steps[s]);
     }
   }
   weights_close(&w, d);
@@ -293,7 +315,8 @@ int main(void) {
     return 0;
   }
   if (!device_open(&cpu, &cpu_backend, 0, err)) die("%s", err);
-  printf("%s: dependent launch %s, probed %.0f GB/s and %.0f TFLOP/s\n", gpu.name, gpu.dependent_launch ? "on" : "off", gpu.bandwidth / 1e9, gpu.rate / 1e12);
+  printf("%s: dependent launch %s, probed %.0f GB/s and %.0f TFLOP/s\n", gpu.name,
+         gpu.dependent_launch ? "on" : "off", gpu.bandwidth / 1e9, gpu.rate / 1e12);
   test_matmul();
   test_model("gqa 4:2, 64", 128, 4, 2, 64, 256, 512, true);
   test_model("mha, 32", 96, 3, 3, 32, 160, 300, false);
@@ -302,9 +325,12 @@ int main(void) {
   test_model("gqa 6:3, 96", 192, 6, 3, 96, 512, 333, false);
   static const int batches[] = {1, 3, 8, 17, 64};
   test_identity("smollm2-135m", &gpu, batches, 5, 24);
-  if (access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY")) test_identity("weights/tiny", &gpu, batches, 5, 64);
+  if (access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY"))
+    test_identity("weights/tiny", &gpu, batches, 5, 64);
 #ifndef NO_GOLDEN
   if (!getenv("NO_TINY")) test_golden(&gpu, 2e-2, true);
 #endif
+  device_close(&gpu);
+  device_close(&cpu);
   return check_report();
 }

@@ -506,7 +506,8 @@ static void test_json_string(void) {
   CHECK(strncmp(json_of(good) + 1, good, strlen(good)) == 0);
   CHECK(strlen(json_of(good)) == strlen(good) + 2);
   // A lone continuation, overlong '/', a cut character, a surrogate, beyond U+10FFFF, no lead byte,
-  // overlong in three and in four bytes, a lead byte before ASCII: byte by byte, nothing raw is left.
+  // overlong in three and in four bytes, a lead byte before ASCII: byte by byte, nothing raw is
+  // left.
   const char* bad[] = {"\x80",         "\xc0\xaf",         "\xe4\xb8",
                        "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xf8",
                        "\xe0\x80\xaf", "\xf0\x80\x80\xaf", "\xc3z"};
@@ -677,8 +678,7 @@ static void test_options_refused(void) {
   many[0] = program;
   many[1] = generate;
   for (int i = 2; i < 602; i++) many[i] = i % 2 ? generate : prompt;
-  CHECK(!parse_options(2 + 2 * 256 + 2, many, &o, err) &&
-        has(err, "allowed is TEXT from 1 to 256"));
+  CHECK(!parse_options(2 + 2 * 256 + 2, many, &o, err) && has(err, "at most 256"));
   CHECK(parse_options(2 + 2 * 256, many, &o, err) && o.n_prompts == 256);
 }
 
