@@ -1,26 +1,32 @@
+// clang-format off
 // bs: how does batch size trade memory and latency for throughput when an LLM generates text, and
 // which batch size should I run?
 //
-//   nvcc -O3 -std=c++17 -o bs bs.cu         both devices; see the Makefile for the flags that
-//   matter cc -x c -std=c11 -O3 -o bs-cpu bs.cu    the CPU alone; the same file
+//   nvcc -O3 -std=c++17 -o bs bs.cu         both devices; the Makefile has the flags that matter
+//   cc -x c -std=c11 -O3 -o bs-cpu bs.cu    the CPU alone; the same file
 //   ./bs                                    measures batch 1, 2, 4, ... and writes plots/
 //
 // The map, top to bottom:
-//   metrics rows        what a run measures and decides (SweepRow, Knee)
-//   device              a device is a struct of functions (Backend); its memory by purpose, its
-//   ceilings requests, KV cache  what a client wants; blocks of 16 tokens and who holds them engine
-//   a model on a device with steps in flight roofline            the work of a step, counted
+//   rows, Backend       what a run measures and decides; a device is a struct of functions
+//   platform, ceilings  memory by purpose; how fast this device can read and multiply
+//   requests, KV cache  what a client wants; blocks of 16 tokens and who holds them
+//   engine              a model on a device, with steps in flight
+//   roofline            the work of a step, counted
 //   scheduler, loop     who runs in the next step; plan, submit, collect
 //   CPU backend         submit = forward_cpu
-//   kernels             fragments, norm, RoPE, the ladder of matrix kernels, attention, sampling,
-//   probes GPU backend         one step as launches, recorded as a CUDA graph weights from a
-//   checkpoint to what the device wants metrics, knee       percentiles; the walk that finds the
-//   working point files, table        sweep.csv, config.json, what is printed options one table for
-//   parser and --help sweep               one row per batch size plots               drawn by us,
-//   encoded by stb_image_write commands, main
+//   kernels             fragments, norm, RoPE, the ladder of matrix kernels, attention, sampling
+//   GPU backend         one step as launches, recorded as a CUDA graph
+//   weights             from a checkpoint to what the device wants
+//   metrics, knee       percentiles; the walk that finds the working point
+//   files, table        sweep.csv, config.json, what is printed
+//   options             one table for parser and --help
+//   sweep               one row per batch size
+//   plots               drawn by us, encoded by stb_image_write
+//   commands, main
 //
-// It refuses what it cannot do right: see README.md. Article 1 and 2 in comments are the two that
+// It refuses what it cannot do right: see README.md. "Article 1" and "article 2" are the two that
 // NOTES.md names.
+// clang-format on
 #include "model.h"
 #include <signal.h>
 #include <time.h>
@@ -42,7 +48,6 @@ typedef struct {
 } Percentiles;  // n samples behind them; NaN where n is 0
 typedef enum { ROW_OK, ROW_SKIPPED, ROW_OOM } RowStatus;
 typedef enum { BOUND_WEIGHTS, BOUND_KV, BOUND_COMPUTE, BOUND_OVERHEAD } Bound;
-// names: "memory (weights)", "memory (KV)", "compute", "overhead"
 
 typedef struct {  // one line of sweep.csv; NaN (or 0 for ints) = undefined, written as an empty
                   // cell
@@ -62,7 +67,6 @@ typedef struct {  // one line of sweep.csv; NaN (or 0 for ints) = undefined, wri
 } SweepRow;
 
 typedef enum { STOP_MEMORY, STOP_SLO, STOP_JUMP, STOP_PLATEAU, STOP_END } StopRule;
-// names: "memory", "slo", "jump", "plateau", "end"
 typedef struct {
   double slo_ttft_ms, slo_tpot_ms;  // 0 = none
   int percentile;                   // 50, 95 or 99
@@ -73,9 +77,8 @@ typedef struct {
   int working, start;  // row indices; -1 = none
   int second_opinion;  // row index of the largest efficient batch; -1 = none
   StopRule rule;
-  int stopped_at;  // row that tripped the rule (plateau: the working row itself; end: -1)
-  char why[200];   // one sentence for a person, e.g. "batch 128 would break the TPOT SLO: P95 31.0
-                   // ms > 25.0 ms"
+  char why[200];  // one sentence for a person, e.g. "batch 128 would break the TPOT SLO: P95 31.0
+                  // ms > 25.0 ms"
 } Knee;
 
 typedef struct {  // everything a plot needs
@@ -88,18 +91,14 @@ typedef struct {  // everything a plot needs
   double bandwidth, rate;  // probed ceilings: bytes/s, FLOP/s; 0 = unknown
 } SweepReport;
 
-typedef enum {
-  MEM_WEIGHTS,
-  MEM_KV,
-  MEM_WORK,
-  N_MEM
-} MemTag;  // three of the four parts; the fourth is the rest
+// Three of the four parts of memory; the fourth is the rest.
+typedef enum { MEM_WEIGHTS, MEM_KV, MEM_WORK, N_MEM } MemTag;
 typedef struct Device Device;
 typedef struct Engine Engine;
 typedef struct Step Step;
 
-// What a device must offer. cpu_backend always exists, cuda_backend in the nvcc build; nothing else
-// knows which one it is.
+// What a device must offer. cpu_backend always exists, cuda_backend in the nvcc build; only the
+// choice of defaults asks which one it is.
 typedef struct {
   bool (*open)(Device* d, char* err);          // fills in name and total
   double (*probe_bandwidth)(const Device* d);  // bytes/s
@@ -111,7 +110,7 @@ typedef struct {
   int row_multiple;             // rows of a matrix are padded to this
   int key_multiple;             // K of a cached key is padded to this
   int kv_size;                  // bytes of a number in the cache
-  int (*slices)(int n, int k);  // see Matrix
+  int (*slices)(int n, int k);  // see Matrix; NULL = never
   bool (*fill)(Matrix* m, const Tensor* from, RowMap map, bool packed);
   bool (*engine_open)(Engine* e);  // working memory; false when it does not fit
   void (*engine_close)(Engine* e);
@@ -183,16 +182,22 @@ static void* cpu_alloc(size_t bytes) {  // touched, so that it counts as residen
   return p;
 }
 
+// total is what this process may come to hold: what it has, and what others leave.
 static bool cpu_open(Device* d, char* err) {
   char line[256];
-  d->total = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE);
+  size_t available = 0;
+  FILE* meminfo = fopen("/proc/meminfo", "r");
+  while (meminfo && fgets(line, sizeof line, meminfo))
+    if (sscanf(line, "MemAvailable: %zu kB", &available) == 1) break;
+  if (meminfo) fclose(meminfo);
+  if (available > 0) d->total = available * 1024 + cpu_used();
   snprintf(d->name, sizeof d->name, "CPU");
   FILE* f = fopen("/proc/cpuinfo", "r");
   while (f && fgets(line, sizeof line, f)) {
     char* colon = strchr(line, ':');
     if (strncmp(line, "model name", 10) || !colon) continue;
     line[strcspn(line, "\n")] = 0;
-    snprintf(d->name, sizeof d->name, "%.80s (%d threads)", colon + 2, thread_count());
+    snprintf(d->name, sizeof d->name, "%.80s (%d threads)", colon + 2, omp_get_max_threads());
     break;
   }
   if (f) fclose(f);
@@ -268,7 +273,7 @@ static double cpu_probe_rate(const Device* d) {
   double best = 0;
   for (int round = 0; round < 5; round++) {
     double start = now();
-    int threads = thread_count();
+    int threads = omp_get_max_threads();
     PARALLEL_FOR
     for (int thread = 0; thread < threads; thread++) {
       float w[64 * PANEL] __attribute__((aligned(64))), x[TOKEN_TILE * 64], y[TOKEN_TILE * PANEL];
@@ -309,8 +314,7 @@ static void device_close(Device* d) {
 
 typedef struct {
   int n_prompt, max_new;
-  int n_given;   // tokens the host hands over: the prompt, or all so far when a sequence is
-                 // recomputed
+  int n_given;   // tokens the host hands over; the rest is known on the device first
   int* tokens;   // [n_prompt + max_new] the prompt, then what was generated
   double* time;  // [max_new] when each new token was there, seconds on now()'s clock
   double arrival;
@@ -561,7 +565,6 @@ typedef struct {
   Request* requests;
   int n;
   int step_tokens;  // most tokens in one step
-  int eos[8], n_eos;
   bool stop_at_eos;
 } Workload;
 
@@ -586,8 +589,12 @@ static void planned_free(Planned* p) {
   free(p->owner);
 }
 
-static void batch_add(Planned* p, Request* r, int owner, int pos, bool sample) {
+// The next token of request `owner`.
+static void batch_add(Engine* e, Planned* p, Request* r, int owner, bool sample) {
   Batch* b = &p->batch;
+  int pos = r->n_cached++;
+  if (!blocks_grow(&e->blocks, r->slot, r->n_cached))
+    die("the KV pool is smaller than its requests");
   b->id[b->n_tokens] = pos < r->n_given ? r->tokens[pos] : -1;
   b->pos[b->n_tokens] = pos;
   b->slot[b->n_tokens] = r->slot;
@@ -605,21 +612,13 @@ static bool plan_step(Engine* e, const Workload* w, Planned* p) {
   p->batch.n_tokens = p->batch.n_rows = 0;
   for (int i = 0; i < w->n && p->batch.n_tokens < w->step_tokens; i++) {
     Request* r = &w->requests[i];
-    while (!r->done && r->n_cached < r->n_given && p->batch.n_tokens < w->step_tokens) {
-      if (!blocks_grow(&e->blocks, r->slot, r->n_cached + 1))
-        die("the KV pool is smaller than its requests");
-      batch_add(p, r, i, r->n_cached, r->n_cached == r->n_given - 1);
-      r->n_cached++;
-    }
+    while (!r->done && r->n_cached < r->n_given && p->batch.n_tokens < w->step_tokens)
+      batch_add(e, p, r, i, r->n_cached == r->n_given - 1);
   }
   p->decode = p->batch.n_tokens == 0;
   for (int i = 0; i < w->n && p->decode; i++) {
     Request* r = &w->requests[i];
-    if (r->done || r->n_ordered >= r->max_new) continue;
-    if (!blocks_grow(&e->blocks, r->slot, r->n_cached + 1))
-      die("the KV pool is smaller than its requests");
-    batch_add(p, r, i, r->n_cached, true);
-    r->n_cached++;
+    if (!r->done && r->n_ordered < r->max_new) batch_add(e, p, r, i, true);
   }
   return p->batch.n_tokens > 0;
 }
@@ -628,12 +627,13 @@ static bool plan_step(Engine* e, const Workload* w, Planned* p) {
 // steps are queued ahead.
 
 typedef struct {
-  StepTotals prefill, decode;
-  double start, prefill_end, end;
+  StepTotals prefill, decode;  // of all runs since the caller zeroed them, as is busy
+  double start, prefill_end, end, busy;
 } RunStats;
 
 static void collect_step(Engine* e, const Workload* w, const Planned* p, RunStats* stats,
                          double* previous_end) {
+  const Config* c = &e->w->config;
   const Step* s = engine_collect(e);
   double begin = fmax(*previous_end, s->submitted);
   add_step(p->decode ? &stats->decode : &stats->prefill, e->device, p->work, p->batch.n_tokens,
@@ -645,7 +645,7 @@ static void collect_step(Engine* e, const Workload* w, const Planned* p, RunStat
     if (r->done) continue;  // a step that was under way when the end token came
     r->time[r->n_new] = s->end;
     r->tokens[r->n_prompt + r->n_new++] = s->tokens[i];
-    for (int j = 0; w->stop_at_eos && j < w->n_eos; j++) r->ended |= s->tokens[i] == w->eos[j];
+    for (int j = 0; w->stop_at_eos && j < c->n_eos; j++) r->ended |= s->tokens[i] == c->eos[j];
     r->done = r->ended || r->n_new == r->max_new;
   }
 }
@@ -655,10 +655,9 @@ static void collect_step(Engine* e, const Workload* w, const Planned* p, RunStat
 static bool run_requests(Engine* e, const Workload* w, double time_limit, RunStats* stats) {
   Planned planned[IN_FLIGHT];
   memset(planned, 0, sizeof planned);
-  memset(stats, 0, sizeof *stats);
   for (int i = 0; i < IN_FLIGHT; i++)
     planned_init(&planned[i], w->step_tokens > w->n ? w->step_tokens : w->n, w->n);
-  stats->start = now();
+  stats->start = stats->end = now();
   for (int i = 0; i < w->n; i++) {
     Request* r = &w->requests[i];
     r->slot = i;
@@ -691,6 +690,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
     blocks_release(&e->blocks, r->slot);
   }
   for (int i = 0; i < IN_FLIGHT; i++) planned_free(&planned[i]);
+  stats->busy += stats->end - stats->start;
   return !cut;
 }
 
@@ -710,12 +710,6 @@ static void cpu_upload(void* to, const void* from, size_t bytes) {
   memcpy(to, from, bytes);
 }
 
-static int cpu_slices(int n, int k) {
-  (void)n;
-  (void)k;
-  return 1;
-}
-
 static bool cpu_engine_open(Engine* e) {
   const Config* c = &e->w->config;
   size_t T = e->size.max_tokens, R = e->size.max_slots,
@@ -732,7 +726,7 @@ static bool cpu_engine_open(Engine* e) {
       {&s->att, T * c->n_heads * c->head_dim},
       {&s->gate_up, T * wide},
       {&s->hidden, T * c->hidden_dim},
-      {&s->scores, (size_t)thread_count() * (c->n_heads / c->n_kv_heads) * s->positions},
+      {&s->scores, (size_t)omp_get_max_threads() * (c->n_heads / c->n_kv_heads) * s->positions},
       {&e->cpu_logits, R * padded_rows(c->vocab_size)},
   };
   for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
@@ -774,32 +768,20 @@ static void cpu_copy_logits(Engine* e, int rows, float* out) {
            vocab * sizeof(float));
 }
 
+// clang-format off
 static const Backend cpu_backend = {
-    cpu_open,
-    cpu_probe_bandwidth,
-    cpu_probe_rate,
-    cpu_used,
-    cpu_alloc,
-    free,
-    cpu_upload,
-    PANEL,
-    1,
-    sizeof(float),
-    cpu_slices,
-    cpu_fill,
-    cpu_engine_open,
-    cpu_engine_close,
-    cpu_submit,
-    cpu_collect,
-    cpu_copy_logits,
-};
+    cpu_open, cpu_probe_bandwidth, cpu_probe_rate, cpu_used, cpu_alloc, free, cpu_upload, PANEL, 1,
+    sizeof(float), NULL, cpu_fill, cpu_engine_open, cpu_engine_close, cpu_submit, cpu_collect,
+    cpu_copy_logits};
+// clang-format on
+
 // ---- Kernels. All data that a matrix unit multiplies lies in memory the way its registers want
 // it, so that a load is one 128-bit access per lane, 512 contiguous bytes per warp, with no shared
 // memory and no shuffling in between:
 //
 //   mma m16n8k16: D[16 rows, 8 tokens] += A[16, 16] . B[16, 8]. Lane = 4 g + t (g 0..7, t 0..3)
 //   holds
-//     A: rows g and g + 8, B: token g, D: rows g and g + 8 of tokens 2t and 2t + 1.
+// A: rows g and g + 8; B: token g; D: rows g and g + 8 of tokens 2t and 2t + 1.
 //
 // A sum over k may be taken in any order as long as A and B agree on it, so lane t takes the 8
 // CONSECUTIVE k's 8t .. 8t+7 of every 32: two mmas' worth. For an activation row, plain row-major
@@ -1069,7 +1051,7 @@ __global__ void rope_kernel(QkvTarget to, Unsummed qkv) {
   store_qkv(&to, t, head, i, sum_slices<float>(qkv, at), sum_slices<float>(qkv, at + 8));
 }
 
-// ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, as a ladder of four kernels.
+// ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, a ladder of four rungs.
 //
 // Identical answers at every batch size need one summation order. For a matrix (n, k) it is: K is
 // cut into `slices`, chosen from (n, k) alone; inside a slice one chain of mmas, k ascending; the
@@ -1149,11 +1131,11 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
 }
 
 // Rung 3: 1 to 8 tokens, where a step is bound by weights and by latency. A warp owns 16 rows and
-// one slice of k; its weights stream through a ring of 16 loads in flight (8 KB a warp, 64 KB an
-// SM: Little's law at 4.3 TB/s and 0.8 us asks for 26), the first 16 issued before waiting for the
-// previous kernel. What would be a kernel before and after is done in place: RMSNorm of the
-// residual stream on the way in, and RoPE, SwiGLU or the residual addition on the way out. Must
-// move 2 n k bytes.
+// one slice of k; its weights stream through a ring of 16 loads in flight (8 KB a warp, 64 KB a
+// block; Little's law at 4.3 TB/s and 0.8 us asks for 26 KB an SM), the first 16 issued before
+// waiting for the previous kernel. What would be a kernel before and after is done in place:
+// RMSNorm of the residual stream on the way in, and RoPE, SwiGLU or the residual addition on the
+// way out. Must move 2 n k bytes.
 enum { SKINNY_WARPS = 8, SKINNY_TOKENS = 8, RING = 8 };  // ring: in tiles of 1 KB
 
 typedef struct {
@@ -1167,9 +1149,7 @@ typedef struct {
 // RMSNorm of up to 8 tokens into shared memory, [k / 32][T][32]: rows of 32 k's, as the B fragments
 // want them.
 __device__ static void norm_tokens(half* normed, const SkinnyInput* in, int k, int n_tokens) {
-  enum {
-    AT_ONCE = 4
-  };  // tokens whose loads overlap; the ring of weights leaves registers for no more
+  enum { AT_ONCE = 4 };  // loads overlap; the ring of weights leaves registers for no more
 #pragma unroll 1
   for (int t0 = 0; t0 < n_tokens; t0 += AT_ONCE) {
     const float4* x[AT_ONCE];
@@ -1255,7 +1235,7 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
 // the weights of the first stages before waiting for the previous kernel. Weights arrive packed and
 // activations as rows of 32 k's (64 bytes), so fragments leave shared memory as conflict-free
 // 128-bit loads, the weights' a tile ahead of the mmas that use them. Tiles must be large: 64 x 64
-// a warp reads 128 bytes of shared memory per mma, which that gives in about the mma's own time.
+// a warp reads 128 bytes of shared memory per mma, which arrive in about that mma's time.
 // SLICED keeps two sums, of the slice and of all before it, at half the tile.
 // blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = ROWS
 // rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
@@ -1430,12 +1410,8 @@ __device__ static inline void merge(Softmax<N>* a, float max, float sum, const f
   for (int i = 0; i < N; i++) a->out[i] = fmaf(out[i * stride], scale_b, a->out[i] * scale_a);
 }
 
-enum {
-  SPLIT = 256,
-  CHUNK = 64,
-  ATTENTION_WARPS = 4,
-  PAGES = CHUNK / KV_BLOCK
-};  // keys of a block's turn, of a warp's
+// Keys of a block's turn, of a warp's.
+enum { SPLIT = 256, CHUNK = 64, ATTENTION_WARPS = 4, PAGES = CHUNK / KV_BLOCK };
 
 // One warp: 16 query rows against 64 keys from key0, two matrix products on fragments loaded
 // straight from the cache. Column c of the score tile is key 4 (c / 2) + c % 2 (+ 2 in the second
@@ -1500,7 +1476,7 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
 // out[T, H, K] = softmax(q . k / sqrt(K)) . v over each token's own positions. A block takes one
 // run of tokens of a slot, the heads that share a kv head (16 rows: heads x tokens), and either one
 // split of 256 keys (gridDim.z > 1: the last block to finish merges all splits in order) or every
-// split in turn. Must read the cache of each slot once. Twin: attend.
+// split in turn. Must read the cache of a slot once per run of its tokens. Twin: attend.
 template <int K>
 __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
     attention_kernel(half* out, const half* q, DeviceKV kv, DeviceBatch b, float* partial,
@@ -1632,7 +1608,7 @@ __global__ void sample_kernel(Candidate* best, const float* logits, DeviceBatch 
   uint32_t seed = hash32(s.seed[slot] ^ hash32(b.pos[t]));
   int start = (int)((long long)vocab * blockIdx.x / WARP),
       end = (int)((long long)vocab * (blockIdx.x + 1) / WARP);
-  Candidate c = {0x7fffffff, -INFINITY};
+  Candidate c = {0, -INFINITY};
   for (int v0 = start + threadIdx.x; v0 < end; v0 += 4 * blockDim.x) {
     float score[4];
 #pragma unroll
@@ -1671,8 +1647,7 @@ __global__ void sample_finish_kernel(const Candidate* best, DeviceBatch b, Devic
   b.run[t].w++;
 }
 
-// ---- Loading: rows of a stored or seeded tensor go to their place in a matrix. Row r lands at
-// first + r / group * stride + r % group: gate and up rows alternate in groups of 8.
+// ---- Loading: rows of a stored or seeded tensor go to their place in a matrix. See map_row.
 
 __global__ void pack_kernel(half* out, Tensor from, RowMap map, size_t row0, int rows, int k,
                             bool packed) {
@@ -1797,6 +1772,8 @@ static double gpu_probe_bandwidth(const Device* d) {
   while (bytes > free_bytes / 2) bytes /= 2;
   uint4* p = (uint4*)gpu_alloc(bytes);
   if (!p) die("no memory to probe %s with", d->name);
+  size_t turn = (size_t)d->sms * 8 * 512 * 8 * 16;  // what all threads read in one turn of the loop
+  bytes -= bytes % turn;
   double seconds =
       best_time([&] { probe_read_kernel<<<d->sms * 8, 512>>>(p, bytes / 16, (uint32_t*)p); });
   gpu_free(p);
@@ -1812,14 +1789,12 @@ static double gpu_probe_rate(const Device* d) {
   return 2.0 * 16 * 8 * 16 * 8 * rounds * blocks * warps / seconds;
 }
 
-// ---- A step on the GPU: about eight launches a layer, all on one stream. Decode steps are
+// ---- A step on the GPU: five launches a layer up to 8 tokens, eight beyond. Decode steps are
 // recorded once per size as a CUDA graph and replayed, since launching 130 kernels one by one takes
 // the host longer than a small model takes the GPU.
 
-enum {
-  MAX_GRAPHS = 64,
-  BATCH_INTS = 8
-};  // ints a token has in the lists: a run, id, pos, slot, row
+// BATCH_INTS: ints a token has in the lists: a run (4), id, pos, slot, row.
+enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };
 
 typedef struct {
   int n_tokens, splits;
@@ -2230,14 +2205,9 @@ static bool gpu_engine_open(Engine* e) {
   g->last.pos = (int*)xcalloc(e->size.max_slots, sizeof(int));
   CUDA_CHECK(cudaMallocHost((void**)&g->staging, IN_FLIGHT * g->staging_ints * sizeof(int)));
   CUDA_CHECK(cudaMallocHost((void**)&g->sampled, IN_FLIGHT * e->size.max_slots * sizeof(int)));
-  DeviceKV kv = {(half*)e->kv.k,
-                 (half*)e->kv.v,
-                 e->kv.n_blocks,
-                 e->kv.max_blocks,
-                 c->n_heads,
-                 c->n_kv_heads,
-                 0};
-  g->qkv.kv = kv;
+  const KVCache* kv = &e->kv;
+  g->qkv.kv = {
+      (half*)kv->k, (half*)kv->v, kv->n_blocks, kv->max_blocks, c->n_heads, c->n_kv_heads, 0};
   g->qkv.angles = (const float2*)e->w->rope;
   g->qkv.head_dim = c->head_dim;
   CUDA_CHECK(cudaDeviceSynchronize());
@@ -2306,30 +2276,19 @@ static const Backend gpu_backend = {
     gpu_engine_open, gpu_engine_close,    gpu_submit,     gpu_collect,  gpu_copy_logits,
 };
 
-static const Backend* cuda_backend(void) {
-  return &gpu_backend;
-}
-
+static const Backend* cuda_backend = &gpu_backend;
 #else
-
-static const Backend* cuda_backend(void) {
-  return NULL;  // built without nvcc
-}
-
+static const Backend* cuda_backend = NULL;  // built without nvcc
 #endif
-// ---- From a Model (where the numbers are) to Weights (where the device wants them).
 
-// The teaching rungs read plain rows; only the matrix units want fragments.
-static bool packs_weights(Matmul m) {
-  return m == MATMUL_MMA;
-}
+// ---- From a Model (where the numbers are) to Weights (where the device wants them).
 
 // Allocates an [n, k] matrix, rows padded to what the kernels read; false when it does not fit.
 static bool matrix_open(Weights* w, Device* d, Matrix* m, int n, int k, bool sliced) {
   int rows = (n + d->api->row_multiple - 1) / d->api->row_multiple * d->api->row_multiple;
   m->n = n;
   m->k = k;
-  m->slices = sliced && packs_weights(w->matmul) ? d->api->slices(n, k) : 1;
+  m->slices = sliced && d->api->slices && w->matmul == MATMUL_MMA ? d->api->slices(n, k) : 1;
   m->w = (f16*)device_alloc(d, MEM_WEIGHTS, (size_t)rows * k * sizeof(f16));
   return m->w != NULL;
 }
@@ -2337,7 +2296,8 @@ static bool matrix_open(Weights* w, Device* d, Matrix* m, int n, int k, bool sli
 static bool fill_matrix(const Weights* w, const Device* d, Matrix* m, const Tensor* from, int first,
                         int pair) {
   RowMap map = {first, pair};
-  return d->api->fill(m, from, map, packs_weights(w->matmul));
+  // The teaching rungs read plain rows; only the matrix units want fragments.
+  return d->api->fill(m, from, map, w->matmul == MATMUL_MMA);
 }
 
 // Floats that every device reads as they are: norms (ones in a random model) and RoPE angles. from
@@ -2403,8 +2363,8 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
   w->rope = ok ? floats_open(d, NULL, angles, (size_t)positions * c->head_dim) : NULL;
   free(angles);
   if (w->final_norm && w->rope) return true;
-  snprintf(err, ERR_LEN, "%s does not fit: weights need %.1f GiB, the limit is %.1f GiB", c->name,
-           2.0 * parameter_count(c) / GIB, d->limit / GIB);
+  snprintf(err, ERR_LEN, "%s does not fit: weights need %.0f MiB, the limit is %.0f MiB", c->name,
+           2.0 * parameter_count(c) / 1048576, d->limit / 1048576.0);
   weights_close(w, d);
   return false;
 }
@@ -2474,7 +2434,6 @@ static bool may_step_on(const SweepRow* rows, int i, KneeRules rules, Knee* k) {
   int q = rules.percentile;
   double ttft = at_percentile(r->ttft, q);
   double tpot = at_percentile(r->tpot, q);
-  k->stopped_at = i;
   k->rule = STOP_MEMORY;
   if (r->status != ROW_OK) {
     return say(k->why, size, "batch %d did not fit: %s", r->batch, r->reason);
@@ -2517,12 +2476,11 @@ static bool grows_after(const SweepRow* rows, int n, int i, KneeRules rules, Kne
 // PRECONDITION: rows ascend strictly by batch. The walk stands on a row that breaks no rule; there
 // it asks d first (stay here?), then a, b and c of the next row (may I step up?).
 static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
-  Knee k = {-1, -1, -1, STOP_END, -1, "no batch size was measured"};
+  Knee k = {-1, -1, -1, STOP_END, "no batch size was measured"};
   for (int i = 0; i < n && may_step_on(rows, i, rules, &k); i++) {
     k.working = i;
     if (!grows_after(rows, n, i, rules, &k)) break;
     k.rule = STOP_END;
-    k.stopped_at = -1;
     say(k.why, sizeof k.why, "batch %d is the largest and breaks no rule", rows[i].batch);
   }
   k.start = k.working > 0 ? k.working - 1 : k.working;
@@ -2617,14 +2575,6 @@ static void put_sweep_row(FILE* f, Form form, const SweepRow* r) {
 }
 
 static SweepRow no_row;  // all of it undefined
-
-static void write_csv_header(FILE* f) {
-  put_sweep_row(f, HEADER, &no_row);
-}
-
-static void write_csv_row(FILE* f, const SweepRow* row) {
-  put_sweep_row(f, CSV, row);
-}
 
 // Written as NAME.tmp and renamed on close, so that NAME is always a complete file.
 typedef struct {
@@ -2778,13 +2728,13 @@ static const Option option_table[] = {
     {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_ALL,
      "pretend memory is smaller"},
     {"\nWorkload", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--batches", "1,2,4,...", "", LIST, 0, 1, 65536, CMD_SWEEP, "batch sizes to measure"},
+    {"--batches", "1,2,4,...", "", LIST, 0, 1, 32768, CMD_SWEEP, "batch sizes to measure"},
     {"--input-len", "N", "", INT, AT(input_len), 1, 1e6, CMD_SWEEP,
      "prompt tokens of a request (CPU 32, GPU 128)"},
     {"--output-len", "N", "", INT, AT(output_len), 1, 1e6, CMD_ALL,
      "new tokens (CPU 32, GPU 128; generate 512)"},
     {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
-    {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 1e6, CMD_ALL,
+    {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
      "most prompt tokens in a step (CPU 256, GPU 4096)"},
     {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_ALL, "of random weights, prompts, sampling"},
     {"\nRecommendation", "", "", HEADING, 0, 0, 0, CMD_SWEEP, ""},
@@ -2978,17 +2928,6 @@ static void add_samples(Samples* s, const Request* r) {
   for (int i = 1; i < r->n_new; i++) s->itl[s->n_itl++] = 1e3 * (r->time[i] - r->time[i - 1]);
 }
 
-static void merge_totals(StepTotals* a, const StepTotals* b) {
-  a->n += b->n;
-  a->tokens += b->tokens;
-  a->seconds += b->seconds;
-  a->roof += b->roof;
-  a->noreuse += b->noreuse;
-  a->weight_bytes += b->weight_bytes;
-  a->kv_bytes += b->kv_bytes;
-  a->flops += b->flops;
-}
-
 // What limits the decode step, from the numbers: the larger roof, unless most of the time is
 // explained by neither.
 static Bound find_bound(const Device* d, const StepTotals* s) {
@@ -3045,43 +2984,32 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
     snprintf(row->reason, sizeof row->reason, "%.159s", err);
     return true;
   }
-  Workload w = {(Request*)xcalloc(batch, sizeof(Request)), batch, size.max_tokens, {0}, 0, false};
+  Workload w = {(Request*)xcalloc(batch, sizeof(Request)), batch, size.max_tokens, false};
   for (int i = 0; i < batch; i++) make_request(&w.requests[i], c, in, out, (uint32_t)o->seed, i);
   size_t n = (size_t)batch * repeats;
-  Samples all = {(double*)xcalloc(n, 8),
-                 (double*)xcalloc(n, 8),
-                 (double*)xcalloc(n * out, 8),
-                 (double*)xcalloc(n, 8),
-                 0,
-                 0,
-                 0};
-  StepTotals prefill = {0, 0, 0, 0, 0, 0, 0, 0}, decode = prefill;
-  double busy = 0, start = now();
-  RunStats stats;
+  double* ms = (double*)xcalloc(n * (out + 3), sizeof *ms);
+  Samples all = {ms, ms + n, ms + 3 * n, ms + 2 * n, 0, 0, 0};
+  double start = now();
+  RunStats stats = {{0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0, 0};
   run_requests(&e, &w, 0.5, &stats);  // warm-up, never counted
+  memset(&stats, 0, sizeof stats);
   bool whole = !interrupted;
   for (int run = 0; run < repeats && whole; run++) {
     progress(o, batch, run, repeats, start);
     whole = run_requests(&e, &w, INFINITY, &stats);
     for (int i = 0; i < batch && whole; i++) add_samples(&all, &w.requests[i]);
-    busy += stats.end - stats.start;
-    merge_totals(&prefill, &stats.prefill);
-    merge_totals(&decode, &stats.decode);
   }
   progress(o, batch, repeats, repeats, start);
-  row->output_tok_s = (double)n * out / busy;
+  row->output_tok_s = (double)n * out / stats.busy;
   row->ttft = percentiles_of(all.ttft, all.n);
   row->tpot = percentiles_of(all.tpot, all.n_tpot);
   row->itl = percentiles_of(all.itl, all.n_itl);
   row->e2e = percentiles_of(all.e2e, all.n);
   row->user_tok_s = 1e3 / row->tpot.p50;
   row->n_requests = all.n;
-  fill_speed(row, &s->device, &prefill, &decode);
+  fill_speed(row, &s->device, &stats.prefill, &stats.decode);
   fill_memory(row, &s->device);
-  free(all.ttft);
-  free(all.tpot);
-  free(all.itl);
-  free(all.e2e);
+  free(ms);
   free_requests(w.requests, batch);
   engine_close(&e);
   return whole;
@@ -3483,27 +3411,21 @@ static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
 }
 // ---- Commands.
 
-// Exit status 2, before any work: the request can never run.
-static int refuse(const char* why) {
+// One line and an exit status: 1 failed, 2 refused before any work, since it can never run.
+static int give_up(int status, const char* why) {
   fprintf(stderr, "bs: %s\n", why);
-  return 2;
-}
-
-static int fail(const char* why) {
-  fprintf(stderr, "bs: %s\n", why);
-  return 1;
+  return status;
 }
 
 static Matmul matmul_of(const char* name) {
-  if (strcmp(name, "naive") == 0) return MATMUL_NAIVE;
-  if (strcmp(name, "gemv") == 0) return MATMUL_GEMV;
-  return MATMUL_MMA;
+  int i = choice_index("naive|gemv|mma", name);
+  return i < 0 ? MATMUL_MMA : (Matmul)i;
 }
 
 static bool open_device(Session* s, const Options* o, char* err) {
   bool cpu = strcmp(o->device, "cpu") == 0, cuda = strcmp(o->device, "cuda") == 0;
   snprintf(err, ERR_LEN, "no CUDA in this build: it was made without nvcc");
-  if (!cpu && cuda_backend() && device_open(&s->device, cuda_backend(), o->vram, err)) return true;
+  if (!cpu && cuda_backend && device_open(&s->device, cuda_backend, o->vram, err)) return true;
   if (cuda) return false;
   if (!cpu) printf("device: the CPU, because there is %s\n", err);
   return device_open(&s->device, &cpu_backend, o->vram, err);
@@ -3563,7 +3485,7 @@ static int sweep_rows(Session* s, const Options* o, SweepRow* rows, ResultFile* 
     row->output_len = o->output_len;
     row->repeats = o->repeats;
     if (!measure(s, o, row->batch, row)) break;
-    write_csv_row(csv->f, row);
+    put_sweep_row(csv->f, CSV, row);
     print_row(stdout, row, o->rules);
     fflush(stdout);
     done++;
@@ -3577,33 +3499,37 @@ static int cmd_sweep(Session* s, const Options* o) {
   if ((long)o->input_len + o->output_len > c->max_context) {
     snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
              o->input_len, o->output_len, c->name, c->max_context);
-    return refuse(err);
+    return give_up(2, err);
   }
   ResultFile csv;
-  if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err)) return fail(err);
+  if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
+    return give_up(1, err);
   double start = now();
   if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul),
-                    o->input_len + o->output_len, err))
-    return fail(err);
+                    o->input_len + o->output_len, err)) {
+    fclose(csv.f);
+    remove(csv.tmp);
+    return give_up(1, err);
+  }
   printf("%s on %s: %.0f M parameters, loaded in %.1f s; %d prompt + %d new tokens\n", c->name,
          s->device.name, parameter_count(c) / 1e6, now() - start, o->input_len, o->output_len);
   printf(
       "probed ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.1f GiB, limit %.1f GiB\n\n",
       s->device.bandwidth / 1e9, s->device.rate / 1e12, s->device.total / GIB,
       s->device.limit / GIB);
-  write_csv_header(csv.f);
+  put_sweep_row(csv.f, HEADER, &no_row);
   SweepRow rows[MAX_BATCHES];
-  SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, 0, {0}}, o->rules,      c->name,
-                        s->device.name, false, s->device.bandwidth,         s->device.rate};
+  SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, {0}}, o->rules,      c->name,
+                        s->device.name, false, s->device.bandwidth,      s->device.rate};
   report.n_rows = sweep_rows(s, o, rows, &csv);
-  if (!result_close(&csv, err)) return fail(err);
+  if (!result_close(&csv, err)) return give_up(1, err);
   if (report.n_rows > 0) {
     report.knee = knee(rows, report.n_rows, o->rules);
     printf("\n");
     print_knee(stdout, &report);
     if (!write_config_json(o->out, &report, "fp16", o->step_tokens, err) ||
         !plot_sweep(&report, o->out, err))
-      return fail(err);
+      return give_up(1, err);
     printf(
         "\n%s/: sweep.csv config.json throughput.png latency.png memory.png roofline.png "
         "frontier.png summary.png\n",
@@ -3641,23 +3567,16 @@ static int read_prompts(const char* path, const char** prompts, char* err) {
 }
 
 static void print_continuation(const Request* r, bool json) {
-  char* text = (char*)xcalloc((size_t)r->n_prompt + r->n_new + 1, 1);
-  for (int i = 0; i < r->n_prompt + r->n_new - r->ended; i++) text[i] = (char)r->tokens[i];
-  if (!json) {
-    printf("%s\n\n", text);
-  } else {
-    char first = text[r->n_prompt];
-    text[r->n_prompt] = 0;
-    printf("{\"prompt\": ");
-    put_json_string(stdout, text);
-    text[r->n_prompt] = first;
-    printf(", \"text\": ");
-    put_json_string(stdout, text + r->n_prompt);
-    printf(", \"ids\": [");
-    for (int i = 0; i < r->n_new; i++) printf("%s%d", i ? ", " : "", r->tokens[r->n_prompt + i]);
-    printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
-  }
-  free(text);
+  char *prompt = (char*)xcalloc((size_t)r->n_prompt + r->n_new + 2, 1),
+       *text = prompt + r->n_prompt + 1;
+  const int* new_tokens = r->tokens + r->n_prompt;
+  for (int i = 0; i < r->n_prompt; i++) prompt[i] = (char)r->tokens[i];
+  for (int i = 0; i < r->n_new - r->ended; i++) text[i] = (char)new_tokens[i];
+  if (!json) printf("%s%s\n\n", prompt, text);
+  if (json) put(stdout, JSON, "{'prompt': %s, 'text': %s, 'ids': [", prompt, text);
+  for (int i = 0; i < r->n_new && json; i++) printf("%s%d", i ? ", " : "", new_tokens[i]);
+  if (json) printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
+  free(prompt);
 }
 
 static int cmd_generate(Session* s, const Options* o) {
@@ -3666,36 +3585,38 @@ static int cmd_generate(Session* s, const Options* o) {
   const char* prompts[MAX_PROMPTS];
   int n = o->n_prompts, longest = 0, out = o->output_len;
   for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
-  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0) return fail(err);
+  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
+    return give_up(1, err);
   if (c->vocab_size != 256) {
     snprintf(
         err, sizeof err,
         "generate reads and writes bytes, so it needs a model with a vocabulary of 256; %s has %d",
         c->name, c->vocab_size);
-    return refuse(err);
+    return give_up(2, err);
   }
-  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, o->step_tokens, {0}, c->n_eos, true};
-  for (int i = 0; i < c->n_eos; i++) w.eos[i] = c->eos[i];
+  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, o->step_tokens, true};
   for (int i = 0; i < n; i++) {
-    int length = (int)strlen(prompts[i]);
-    if (length == 0) return refuse("a prompt is empty: at least one byte is needed");
-    if (length + out > c->max_context) {
+    size_t bytes = strlen(prompts[i]);
+    if (bytes + out > (size_t)c->max_context) {
       snprintf(err, sizeof err,
-               "prompt %d has %d bytes; with %d new ones it exceeds %s's context of %d", i + 1,
-               length, out, c->name, c->max_context);
-      return refuse(err);
+               "prompt %d has %zu bytes; with %d new ones it exceeds %s's context of %d", i + 1,
+               bytes, out, c->name, c->max_context);
+      return give_up(2, err);
     }
+    int length = (int)bytes;
     longest = length > longest ? length : longest;
     make_request(&w.requests[i], c, length, out, (uint32_t)o->seed, i);
     w.requests[i].temperature = (float)o->temperature;
     for (int j = 0; j < length; j++) w.requests[i].tokens[j] = (unsigned char)prompts[i][j];
+    if (o->prompts_file) free((void*)prompts[i]);
   }
   Engine e;
   RunStats stats;
+  memset(&stats, 0, sizeof stats);
   EngineSize size = {o->step_tokens, n, longest + out, 0};
   if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), longest + out, err))
-    return fail(err);
-  if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return fail(err);
+    return give_up(1, err);
+  if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
   run_requests(&e, &w, INFINITY, &stats);
   for (int i = 0; i < n; i++) print_continuation(&w.requests[i], o->json);
   engine_close(&e);
@@ -3712,7 +3633,7 @@ int main(int argc, char** argv) {
   Session s;
   char err[ERR_LEN];
   memset(&s, 0, sizeof s);
-  if (!parse_options(argc, argv, &o, err)) return refuse(err);
+  if (!parse_options(argc, argv, &o, err)) return give_up(2, err);
   if (o.help) return print_help(stdout, o.command), 0;
   if (o.version) return printf("bs %s\n", BS_VERSION), 0;
   struct sigaction action;  // the first Ctrl-C ends the run in good order, the second at once
@@ -3721,7 +3642,9 @@ int main(int argc, char** argv) {
   action.sa_flags = (int)SA_RESETHAND;
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
-  if (!open_device(&s, &o, err) || !open_model(&s, &o, err)) return fail(err);
+  if (!open_device(&s, &o, err) || !open_model(&s, &o, err)) return give_up(1, err);
+  if (s.device.api == &cpu_backend && strcmp(o.matmul, "auto") != 0)
+    return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
   fill_defaults(&o, s.device.api != &cpu_backend);
   int status = o.command == CMD_GENERATE ? cmd_generate(&s, &o) : cmd_sweep(&s, &o);
   free_model(&s.model);

@@ -1,3 +1,4 @@
+// clang-format off
 // model.h: what is computed. A Llama-style transformer: its shape, its numbers, where they come
 // from, and the forward pass on the CPU, which is both the oracle for the GPU's kernels and a fast
 // path of its own. How batching runs it is in bs.cu.
@@ -5,17 +6,16 @@
 //   Config, Tensor, Model     a shape, a stored or seeded tensor, a checkpoint
 //   numbers                   fp16 as 16 bits, the hash behind random weights
 //   presets                   real models' shapes
-//   loader                    Hugging Face directory -> Model; refuses what it cannot compute, by
-//   name Weights, KVCache, Batch   what a device holds, and the flat list of tokens that is one
-//   step's work vectors, matmul_cpu       the packed outer product: weights are read once for all
-//   tokens of a step forward_cpu               RMSNorm, RoPE, grouped-query attention over a paged
-//   cache, SwiGLU
+//   loader                    Hugging Face directory -> Model; refuses by name what it cannot do
+//   Weights, KVCache, Batch   what a device holds; the flat list of tokens that is a step's work
+//   vectors, matmul_cpu       the packed outer product: weights are read once for all tokens
+//   forward_cpu               RMSNorm, RoPE, grouped-query attention, SwiGLU
 //
-// Letters in shapes: B sequences in a batch, T tokens in a step, R rows of logits, L layers, D
-// model width, H query heads, G key/value heads, K head width, F hidden width of the MLP, V
-// vocabulary.
+// Letters in shapes: B sequences in a batch, T tokens in a step, R rows of logits, L layers,
+// D model width, H query heads, G key/value heads, K head width, F hidden width, V vocabulary.
 //
 // Valid C11 and CUDA C++17. Linux, little endian.
+// clang-format on
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
@@ -39,6 +39,11 @@
 #endif
 #ifdef _OPENMP
 #include <omp.h>
+#define PARALLEL_FOR _Pragma("omp parallel for schedule(static)")
+#else
+#define PARALLEL_FOR
+#define omp_get_max_threads() 1
+#define omp_get_thread_num() 0
 #endif
 #ifdef __CUDACC__
 #define BS_HD __host__ __device__
@@ -46,26 +51,6 @@
 #define BS_HD
 #endif
 
-#ifdef _OPENMP
-#define PARALLEL_FOR _Pragma("omp parallel for schedule(static)")
-static inline int thread_count(void) {
-  return omp_get_max_threads();
-}
-static inline int thread_index(void) {
-  return omp_get_thread_num();
-}
-#else
-#define PARALLEL_FOR
-static inline int thread_count(void) {
-  return 1;
-}
-static inline int thread_index(void) {
-  return 0;
-}
-#endif
-
-// B sequences in a step, T tokens in a step, L layers, D model width, H heads, G kv heads, K head
-// width, F hidden (MLP) width, V vocabulary.
 typedef struct {
   char name[64];
   int dim;          // D
@@ -108,7 +93,6 @@ typedef struct {
   Config config;
   Tensor embed, final_norm, head;  // head is embed when tied
   LayerTensors* layers;            // [L]
-  uint64_t seed;                   // random presets only
   Mapping maps[MAX_SHARDS];        // the files that the Tensors point into
   int n_maps;
 } Model;
@@ -169,7 +153,9 @@ BS_HD static inline f16 tensor_at(const Tensor* t, size_t i) {
     return f32_to_f16((float)r * (t->scale / 8388608.0f));
   }
   const char* p = (const char*)t->data;
-  if (t->dtype == DT_F16) return (f16)((uint8_t)p[2 * i] | (uint8_t)p[2 * i + 1] << 8);
+  f16 h = t->dtype == DT_F16 ? (f16)((uint8_t)p[2 * i] | (uint8_t)p[2 * i + 1] << 8) : 0;
+  if ((h & 0x7c00) == 0x7c00) return (f16)((h & 0x8000) | 0x7bff);  // infinity: the largest number
+  if (t->dtype == DT_F16) return h;
   uint32_t bits = 0;  // bf16 is the upper half of a float32
   float f;
   if (t->dtype == DT_BF16) memcpy((char*)&bits + 2, p + 2 * i, 2);
@@ -181,100 +167,19 @@ BS_HD static inline f16 tensor_at(const Tensor* t, size_t i) {
 // ---- Presets: the shapes of real models, with seeded random weights, so that a curve needs no
 // download.
 
+// clang-format off
 static const Config presets[] = {
-    {"smollm2-135m", 576, 30, 9, 3, 64, 1536, 49152, 8192, true, 1e-5f, 100000, 0, 0, 0, 0, 0, {0}},
-    {"tinyllama-1.1b",
-     2048,
-     22,
-     32,
-     4,
-     64,
-     5632,
-     32000,
-     2048,
-     false,
-     1e-5f,
-     10000,
-     0,
-     0,
-     0,
-     0,
-     0,
-     {0}},
-    {"llama-3.2-1b",
-     2048,
-     16,
-     32,
-     8,
-     64,
-     8192,
-     128256,
-     131072,
-     true,
-     1e-5f,
-     500000,
-     32,
-     1,
-     4,
-     8192,
-     0,
-     {0}},
-    {"llama-2-7b",
-     4096,
-     32,
-     32,
-     32,
-     128,
-     11008,
-     32000,
-     4096,
-     false,
-     1e-5f,
-     10000,
-     0,
-     0,
-     0,
-     0,
-     0,
-     {0}},
-    {"llama-3-8b",
-     4096,
-     32,
-     32,
-     8,
-     128,
-     14336,
-     128256,
-     8192,
-     false,
-     1e-5f,
-     500000,
-     0,
-     0,
-     0,
-     0,
-     0,
-     {0}},
-    {"llama-2-70b",
-     8192,
-     80,
-     64,
-     8,
-     128,
-     28672,
-     32000,
-     4096,
-     false,
-     1e-5f,
-     10000,
-     0,
-     0,
-     0,
-     0,
-     0,
-     {0}},
-    {"cpu-90m", 768, 12, 12, 4, 64, 2048, 16384, 4096, true, 1e-5f, 10000, 0, 0, 0, 0, 0, {0}},
+  // name, D, L, H, G, K, F, V, context, tied, norm_eps, theta, 4 of llama3 scaling, end tokens
+  {"smollm2-135m", 576, 30, 9, 3, 64, 1536, 49152, 8192, true, 1e-5f, 1e5f, 0, 0, 0, 0, 0, {0}},
+  {"tinyllama-1.1b", 2048, 22, 32, 4, 64, 5632, 32000, 2048, false, 1e-5f, 1e4f, 0, 0, 0, 0, 0, {0}},
+  {"llama-3.2-1b", 2048, 16, 32, 8, 64, 8192, 128256, 131072, true, 1e-5f, 5e5f,
+   32, 1, 4, 8192, 0, {0}},
+  {"llama-2-7b", 4096, 32, 32, 32, 128, 11008, 32000, 4096, false, 1e-5f, 1e4f, 0, 0, 0, 0, 0, {0}},
+  {"llama-3-8b", 4096, 32, 32, 8, 128, 14336, 128256, 8192, false, 1e-5f, 5e5f, 0, 0, 0, 0, 0, {0}},
+  {"llama-2-70b", 8192, 80, 64, 8, 128, 28672, 32000, 4096, false, 1e-5f, 1e4f, 0, 0, 0, 0, 0, {0}},
+  {"cpu-90m", 768, 12, 12, 4, 64, 2048, 16384, 4096, true, 1e-5f, 1e4f, 0, 0, 0, 0, 0, {0}},
 };
+// clang-format on
 enum { N_PRESETS = sizeof presets / sizeof presets[0] };
 
 // Score of token v when sampling: logit / temperature plus Gumbel noise from a hash. Shared by both
@@ -463,7 +368,7 @@ static bool load_config(const char* path, Config* c, char* err) {
   config_check(why, json_is(text, "hidden_act", "\"silu\""), "hidden_act", "must be \"silu\"");
   for (int i = 0; i < 6; i++)
     config_check(why, json_get(text, refused[i]) == NULL, refused[i], "is not supported");
-  c->dim = config_number(why, text, "hidden_size", 32, 65536, 0);
+  c->dim = config_number(why, text, "hidden_size", 32, 8192, 0);
   c->hidden_dim = config_number(why, text, "intermediate_size", 32, 262144, 0);
   c->n_layers = config_number(why, text, "num_hidden_layers", 1, 256, 0);
   c->n_heads = config_number(why, text, "num_attention_heads", 1, 1024, 0);
@@ -613,11 +518,8 @@ typedef struct {
   float* mlp_norm;   // [D]
 } Layer;
 
-typedef enum {
-  MATMUL_NAIVE,
-  MATMUL_GEMV,
-  MATMUL_MMA
-} Matmul;  // which rung of the GPU's kernels; the CPU has one
+// Which rung of the GPU's kernels; the CPU has one.
+typedef enum { MATMUL_NAIVE, MATMUL_GEMV, MATMUL_MMA } Matmul;
 
 typedef struct {
   Config config;
@@ -853,6 +755,14 @@ static void rms_norm(float* out, const float* x, const float* weight, int dim, f
   for (int i = 0; i < dim; i++) out[i] = x[i] * scale * weight[i];
 }
 
+// out[n, D]: rows row[0..n) of x[T, D] (NULL: the first n), normalised.
+static void norm_rows(float* out, const float* x, const float* weight, const int* row, int n,
+                      const Config* c) {
+  size_t D = c->dim;
+  for (int r = 0; r < n; r++)
+    rms_norm(out + r * D, x + (row ? row[r] : r) * D, weight, c->dim, c->norm_eps);
+}
+
 // One head from paired rows to its natural order, rotated on the way if angles [K/2, 2] are given
 // (RoPE; Hugging Face rotates element i with i + K/2).
 static void unpair_head(float* out, const float* paired, const float* angles, int head_dim) {
@@ -960,15 +870,13 @@ static void attention_layer(const Weights* w, const KVCache* kv, const Batch* b,
   const Layer* l = &w->layers[layer];
   int T = b->n_tokens, group = c->n_heads / c->n_kv_heads, head_dim = c->head_dim;
   size_t qkv_stride = padded_rows(qkv_width(c)), att_stride = (size_t)c->n_heads * head_dim;
-  for (int t = 0; t < T; t++)
-    rms_norm(s->normed + (size_t)t * c->dim, s->x + (size_t)t * c->dim, l->attn_norm, c->dim,
-             c->norm_eps);
+  norm_rows(s->normed, s->x, l->attn_norm, NULL, T, c);
   matmul_cpu(s->qkv, s->normed, &l->qkv, T);
   for (int t = 0; t < T; t++) rope_and_store(w, kv, b, layer, t, s->qkv + t * qkv_stride);
   PARALLEL_FOR
   for (int job = 0; job < T * c->n_kv_heads; job++) {
     int t = job / c->n_kv_heads, g = job % c->n_kv_heads;
-    float* scores = s->scores + (size_t)thread_index() * group * s->positions;
+    float* scores = s->scores + (size_t)omp_get_thread_num() * group * s->positions;
     attend(w, kv, b, layer, t, g, s->qkv + t * qkv_stride + g * group * head_dim, scores,
            s->positions, s->att + t * att_stride + g * group * head_dim);
   }
@@ -979,9 +887,7 @@ static void attention_layer(const Weights* w, const KVCache* kv, const Batch* b,
 static void mlp_layer(const Weights* w, int n_tokens, int layer, CpuScratch* s) {
   const Config* c = &w->config;
   const Layer* l = &w->layers[layer];
-  for (int t = 0; t < n_tokens; t++)
-    rms_norm(s->normed + (size_t)t * c->dim, s->x + (size_t)t * c->dim, l->mlp_norm, c->dim,
-             c->norm_eps);
+  norm_rows(s->normed, s->x, l->mlp_norm, NULL, n_tokens, c);
   matmul_cpu(s->gate_up, s->normed, &l->gate_up, n_tokens);
   PARALLEL_FOR
   for (int t = 0; t < n_tokens; t++)
@@ -1002,9 +908,7 @@ static void forward_cpu(const Weights* w, const KVCache* kv, const Batch* b, Cpu
     attention_layer(w, kv, b, layer, s);
     mlp_layer(w, b->n_tokens, layer, s);
   }
-  for (int r = 0; r < b->n_rows; r++)
-    rms_norm(s->normed + (size_t)r * c->dim, s->x + (size_t)b->row[r] * c->dim, w->final_norm,
-             c->dim, c->norm_eps);
+  norm_rows(s->normed, s->x, w->final_norm, b->row, b->n_rows, c);
   matmul_cpu(logits, s->normed, &w->head, b->n_rows);
 }
 

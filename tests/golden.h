@@ -38,9 +38,10 @@ static void run_golden_case(Device* d, const Weights* w, int index, const unsign
 
   Request r;
   RunStats stats;
+  memset(&stats, 0, sizeof stats);
   make_request(&r, &w->config, n, OUT, 0, 0);
   for (int i = 0; i < n; i++) r.tokens[i] = prompt[i];
-  Workload load = {&r, 1, n, {0}, 0, false};
+  Workload load = {&r, 1, n, false};
   run_requests(&e, &load, INFINITY, &stats);
   int agreed = 0;
   while (agreed < OUT && r.tokens[n + agreed] == (int)greedy[agreed]) agreed++;

@@ -282,10 +282,11 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
   }
   if (!weights_open(&w, d, &m, MATMUL_MMA, 150 + out, err)) die("%s", err);
   RunStats stats;
+  memset(&stats, 0, sizeof stats);
   for (int i = 0; i < most; i++) {
     EngineSize size = {150, 1, 150 + out, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
-    Workload alone = {&one[i], 1, 150, {0}, 0, false};
+    Workload alone = {&one[i], 1, 150, false};
     run_requests(&e, &alone, INFINITY, &stats);
     engine_close(&e);
   }
@@ -294,7 +295,7 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
     for (int s = 0; s < 2; s++) {
       EngineSize size = {steps[s], batches[b], 150 + out, 0};
       if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
-      Workload batch = {all, batches[b], steps[s], {0}, 0, false};
+      Workload batch = {all, batches[b], steps[s], false};
       run_requests(&e, &batch, INFINITY, &stats);
       engine_close(&e);
       int differ = 0;
@@ -310,7 +311,7 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
 
 int main(void) {
   char err[ERR_LEN];
-  if (!device_open(&gpu, cuda_backend(), 0, err)) {
+  if (!device_open(&gpu, cuda_backend, 0, err)) {
     printf("skipped: %s\n0 passed, 0 failed, 1 skipped\n", err);
     return 0;
   }

@@ -240,7 +240,7 @@ static void test_refusals(void) {
       {"attention_bias': false", "attention_bias': true", "attention_bias: is not supported"},
       {"'note'", "'num_local_experts': 8, 'note'", "num_local_experts: is not supported"},
       {"'note'", "'quantization_config': {}, 'note'", "quantization_config: is not supported"},
-      {"'hidden_size'", "'x'", "hidden_size: must be a multiple of 32 over 0, up to 65536"},
+      {"'hidden_size'", "'x'", "hidden_size: must be a multiple of 32 over 0, up to 8192"},
       {"hidden_size': 32", "hidden_size': 48", "hidden_size: must be a multiple of 32"},
       {"hidden_size': 32", "hidden_size': 4294967328", "hidden_size: must be"},
       {"hidden_size': 32", "hidden_size': NaN", "hidden_size: must be"},

@@ -224,6 +224,7 @@ static void test_identity(Device* d) {
   Weights w;
   Engine e;
   RunStats stats;
+  memset(&stats, 0, sizeof stats);
   char err[ERR_LEN];
   if (!load_model("weights/tiny", &m, err)) die("%s", err);
   if (!weights_open(&w, d, &m, MATMUL_MMA, 128, err)) die("%s", err);
@@ -235,7 +236,7 @@ static void test_identity(Device* d) {
     one[i].temperature = all[i].temperature = i % 3 == 2 ? 0.8f : 0;
     EngineSize size = {90, 1, 128, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
-    Workload alone = {&one[i], 1, 90, {0}, 0, false};
+    Workload alone = {&one[i], 1, 90, false};
     run_requests(&e, &alone, INFINITY, &stats);
     engine_close(&e);
   }
@@ -243,7 +244,7 @@ static void test_identity(Device* d) {
     int batch = batches[i / 2], chunk = chunks[i % 2], differ = 0;
     EngineSize size = {chunk, batch, 128, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
-    Workload together = {all, batch, chunk, {0}, 0, false};
+    Workload together = {all, batch, chunk, false};
     run_requests(&e, &together, INFINITY, &stats);
     engine_close(&e);
     for (int r = 0; r < batch; r++)

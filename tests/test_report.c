@@ -65,71 +65,70 @@ static Knee knee_of(const double* tok_s, int n) {
   return knee(rows, n, defaults);
 }
 
-static bool is_knee(Knee k, int working, int start, StopRule rule, int stopped_at) {
-  bool ok =
-      k.working == working && k.start == start && k.rule == rule && k.stopped_at == stopped_at;
-  if (!ok) printf("  got %d, %d, %d, %d: %s\n", k.working, k.start, k.rule, k.stopped_at, k.why);
+static bool is_knee(Knee k, int working, int start, StopRule rule) {
+  bool ok = k.working == working && k.start == start && k.rule == rule;
+  if (!ok) printf("  got %d, %d, %d: %s\n", k.working, k.start, k.rule, k.why);
   return ok && k.why[0] != '\0';
 }
 
 static void test_knee_throughput(void) {
   double rising[] = {100, 190, 360, 680};  // +90%, +89%, +89% a doubling: nothing stops the walk
-  CHECK(is_knee(knee_of(rising, 4), 3, 2, STOP_END, -1));
+  CHECK(is_knee(knee_of(rising, 4), 3, 2, STOP_END));
   double flat[] = {100, 101, 99, 100};  // best growth over batch 1: 1% at batch 2
-  CHECK(is_knee(knee_of(flat, 4), 0, 0, STOP_PLATEAU, 0));
+  CHECK(is_knee(knee_of(flat, 4), 0, 0, STOP_PLATEAU));
   // At 4 (300): 8 gives +3.3%, 16 (302/300)^(1/2) = +0.3%: plateau at 4. At 2 (180): 4 gives +67%.
   double bends[] = {100, 180, 300, 310, 302};
-  CHECK(is_knee(knee_of(bends, 5), 2, 1, STOP_PLATEAU, 2));
+  CHECK(is_knee(knee_of(bends, 5), 2, 1, STOP_PLATEAU));
   CHECK(has(knee_of(bends, 5).why, "no batch above 4 gains 10% per doubling (at best +3.3%)"));
   // A dip at 4: batch 2 (190) sees 8: (500/190)^(1/2) = +62%; 4 sees 8: +178%. Walks through it.
   double dip[] = {100, 190, 180, 500};
-  CHECK(is_knee(knee_of(dip, 4), 3, 2, STOP_END, -1));
+  CHECK(is_knee(knee_of(dip, 4), 3, 2, STOP_END));
   // Noise: 4 is 2% below 2, yet 2 (195) sees 8: (320/195)^(1/2) = +28%; 8 (320) sees 16 (+3.1%) and
   // 32: (335/320)^(1/2) = +2.3%: plateau at 8.
   double noisy[] = {100, 195, 191, 320, 330, 335};
-  CHECK(is_knee(knee_of(noisy, 6), 3, 2, STOP_PLATEAU, 3));
+  CHECK(is_knee(knee_of(noisy, 6), 3, 2, STOP_PLATEAU));
   double one[] = {100};
-  CHECK(is_knee(knee_of(one, 1), 0, 0, STOP_END, -1));
+  CHECK(is_knee(knee_of(one, 1), 0, 0, STOP_END));
   CHECK(knee_of(one, 1).second_opinion == 0);
-  CHECK(is_knee(knee_of(one, 0), -1, -1, STOP_END, -1));
+  CHECK(is_knee(knee_of(one, 0), -1, -1, STOP_END));
   SweepRow quarter[2];  // 1.25 is exact in binary, so +25% is exactly 25
   quarter[0] = row_of(1, 1000, 10);
   quarter[1] = row_of(2, 1250, 10);
   KneeRules rules = {0, 0, 95, 25, 90};
-  CHECK(is_knee(knee(quarter, 2, rules), 1, 0, STOP_END, -1));
+  CHECK(is_knee(knee(quarter, 2, rules), 1, 0, STOP_END));
   rules.min_gain_pct = 25.1;
-  CHECK(is_knee(knee(quarter, 2, rules), 0, 0, STOP_PLATEAU, 0));
+  CHECK(is_knee(knee(quarter, 2, rules), 0, 0, STOP_PLATEAU));
   double falling[] = {100, 50};
-  CHECK(is_knee(knee_of(falling, 2), 0, 0, STOP_PLATEAU, 0));
+  CHECK(is_knee(knee_of(falling, 2), 0, 0, STOP_PLATEAU));
   // Efficiency of 1, 2, 4, 8, 16: 1, 0.9, 0.6, 0.25, 0.2. More than 0.2 is asked: 8.
   double fading[] = {100, 180, 240, 200, 320};
   CHECK(knee_of(fading, 5).second_opinion == 3);
   double unknown[] = {100, NAN, 300};  // a row without a throughput is no evidence of a plateau
-  CHECK(is_knee(knee_of(unknown, 3), 2, 1, STOP_END, -1));
+  CHECK(is_knee(knee_of(unknown, 3), 2, 1, STOP_END));
 }
 
 static void test_knee_rules(void) {
   SweepRow rows[4];
   for (int i = 0; i < 4; i++) rows[i] = row_of(1 << i, 100 << i, 10 + i);  // TPOT 10, 11, 12, 13
   KneeRules rules = defaults;
-  CHECK(is_knee(knee(rows, 4, rules), 3, 2, STOP_END, -1));
+  CHECK(is_knee(knee(rows, 4, rules), 3, 2, STOP_END));
 
   rules.slo_tpot_ms = 11.5;
   Knee k = knee(rows, 4, rules);
-  CHECK(is_knee(k, 1, 0, STOP_SLO, 2));
+  CHECK(is_knee(k, 1, 0, STOP_SLO));
   CHECK(has(k.why, "batch 4 would break the TPOT SLO: P95 12.00 ms > 11.5 ms"));
   rules.slo_tpot_ms = 12;  // reaching the target is not breaking it
-  CHECK(is_knee(knee(rows, 4, rules), 2, 1, STOP_SLO, 3));
+  CHECK(is_knee(knee(rows, 4, rules), 2, 1, STOP_SLO));
   rules.slo_tpot_ms = 9;  // the first batch breaks it: no working point
-  CHECK(is_knee(knee(rows, 4, rules), -1, -1, STOP_SLO, 0));
+  CHECK(is_knee(knee(rows, 4, rules), -1, -1, STOP_SLO));
   CHECK(knee(rows, 4, rules).second_opinion == 3);
   rules.slo_tpot_ms = 0;
   rules.slo_ttft_ms = 50;  // TTFT was not measured: the rule cannot apply
-  CHECK(is_knee(knee(rows, 4, rules), 3, 2, STOP_END, -1));
+  CHECK(is_knee(knee(rows, 4, rules), 3, 2, STOP_END));
   rows[1].ttft.p95 = 60;
-  CHECK(is_knee(knee(rows, 4, rules), 0, 0, STOP_SLO, 1));
+  CHECK(is_knee(knee(rows, 4, rules), 0, 0, STOP_SLO));
   rules.percentile = 50;  // only P95 was that slow
-  CHECK(is_knee(knee(rows, 4, rules), 3, 2, STOP_END, -1));
+  CHECK(is_knee(knee(rows, 4, rules), 3, 2, STOP_END));
   rules = defaults;
 
   for (int i = 0; i < 4; i++) {  // 50, 70, 90, 110% of the limit; 90 does not exceed 90
@@ -137,22 +136,22 @@ static void test_knee_rules(void) {
     rows[i].mem_limit_mib = 1000;
   }
   k = knee(rows, 4, rules);
-  CHECK(is_knee(k, 2, 1, STOP_MEMORY, 3));
+  CHECK(is_knee(k, 2, 1, STOP_MEMORY));
   CHECK(has(k.why, "batch 8 would use 1.07 of 0.98 GiB, over the 90% watermark"));
   rules.watermark_pct = 40;
-  CHECK(is_knee(knee(rows, 4, rules), -1, -1, STOP_MEMORY, 0));
+  CHECK(is_knee(knee(rows, 4, rules), -1, -1, STOP_MEMORY));
   rules = defaults;
   rows[1].status = ROW_SKIPPED;
   snprintf(rows[1].reason, sizeof rows[1].reason, "KV needs 9.1 GiB, 6.2 GiB left");
   k = knee(rows, 4, rules);
-  CHECK(is_knee(k, 0, 0, STOP_MEMORY, 1));
+  CHECK(is_knee(k, 0, 0, STOP_MEMORY));
   CHECK(strcmp(k.why, "batch 2 did not fit: KV needs 9.1 GiB, 6.2 GiB left") == 0);
   // Rows 4 and 8 did not run either, so nothing later says that batch 1 is on a plateau.
   rows[2].status = rows[3].status = ROW_OOM;
   rows[1].output_tok_s = rows[2].output_tok_s = rows[3].output_tok_s = 100;
-  CHECK(is_knee(knee(rows, 4, rules), 0, 0, STOP_MEMORY, 1));
+  CHECK(is_knee(knee(rows, 4, rules), 0, 0, STOP_MEMORY));
   rows[0].status = ROW_SKIPPED;
-  CHECK(is_knee(knee(rows, 4, rules), -1, -1, STOP_MEMORY, 0));
+  CHECK(is_knee(knee(rows, 4, rules), -1, -1, STOP_MEMORY));
   CHECK(knee(rows, 4, rules).second_opinion == -1);
 }
 
@@ -163,15 +162,15 @@ static void test_knee_jump_and_order(void) {
   rows[1] = row_of(2, 180, 22);  // exactly 2.2x: still a doubling plus noise
   rows[2] = row_of(4, 300, 49);  // 49 / 22 = 2.23x
   Knee k = knee(rows, 3, rules);
-  CHECK(is_knee(k, 1, 0, STOP_JUMP, 2));
+  CHECK(is_knee(k, 1, 0, STOP_JUMP));
   CHECK(has(k.why, "from batch 2 to 4 TPOT P95 jumps to 49.00 ms, 2.23x per doubling"));
   rows[2].batch = 8;  // two doublings: sqrt(2.23) = 1.49x each
-  CHECK(is_knee(knee(rows, 3, rules), 2, 1, STOP_END, -1));
+  CHECK(is_knee(knee(rows, 3, rules), 2, 1, STOP_END));
   rows[2].batch = 3;  // log2(1.5) = 0.585 doublings: 1.6x is 1.6^1.71 = 2.23x a doubling
   rows[2].tpot.p95 = 22 * 1.6;
-  CHECK(is_knee(knee(rows, 3, rules), 1, 0, STOP_JUMP, 2));
+  CHECK(is_knee(knee(rows, 3, rules), 1, 0, STOP_JUMP));
   rows[1].tpot.p95 = NAN;  // not measured: no jump can be seen into it or out of it
-  CHECK(is_knee(knee(rows, 3, rules), 2, 1, STOP_END, -1));
+  CHECK(is_knee(knee(rows, 3, rules), 2, 1, STOP_END));
 
   // Order d, a, b, c. Batch 1 is on a plateau and batch 2 breaks the rest: plateau is named.
   rules.slo_tpot_ms = 30;
@@ -179,19 +178,19 @@ static void test_knee_jump_and_order(void) {
   rows[1] = row_of(2, 105, 40);
   rows[1].mem_used_mib = 95;
   rows[1].mem_limit_mib = 100;
-  CHECK(is_knee(knee(rows, 2, rules), 0, 0, STOP_PLATEAU, 0));
+  CHECK(is_knee(knee(rows, 2, rules), 0, 0, STOP_PLATEAU));
   rows[1].output_tok_s = 190;  // no plateau now: memory goes before the SLO
-  CHECK(is_knee(knee(rows, 2, rules), 0, 0, STOP_MEMORY, 1));
+  CHECK(is_knee(knee(rows, 2, rules), 0, 0, STOP_MEMORY));
   rows[1].mem_used_mib = 50;  // and the SLO before the jump
-  CHECK(is_knee(knee(rows, 2, rules), 0, 0, STOP_SLO, 1));
+  CHECK(is_knee(knee(rows, 2, rules), 0, 0, STOP_SLO));
   rules.slo_tpot_ms = 0;
-  CHECK(is_knee(knee(rows, 2, rules), 0, 0, STOP_JUMP, 1));
+  CHECK(is_knee(knee(rows, 2, rules), 0, 0, STOP_JUMP));
   // A batch that breaks a rule is never recommended, plateau or not.
   rows[1] = row_of(2, 190, 12);
   rows[2] = row_of(4, 191, 12);
   rows[1].mem_used_mib = 95;
   rows[1].mem_limit_mib = 100;
-  CHECK(is_knee(knee(rows, 3, rules), 0, 0, STOP_MEMORY, 1));
+  CHECK(is_knee(knee(rows, 3, rules), 0, 0, STOP_MEMORY));
 }
 
 // shared/data/sweep_vllm_h100_*.csv: batch, output_tok_s, tpot_p50_ms, tpot_p99_ms.
@@ -320,13 +319,13 @@ static void test_csv(void) {
   char err[ERR_LEN] = "";
   remove("/tmp/sweep.csv");
   CHECK(result_open(&file, "/tmp", "sweep.csv", err));
-  write_csv_header(file.f);
+  put_sweep_row(file.f, HEADER, &no_row);
   SweepRow r = full_row();
-  write_csv_row(file.f, &r);
+  put_sweep_row(file.f, CSV, &r);
   r = row_of(512, NAN, NAN);
   r.status = ROW_SKIPPED;
   snprintf(r.reason, sizeof r.reason, "KV needs 9.1 GiB, 6.2 GiB left");
-  write_csv_row(file.f, &r);
+  put_sweep_row(file.f, CSV, &r);
   // Before close: the rows are on disk under the temporary name, the final name does not exist yet.
   CHECK(has(read_file("/tmp/sweep.csv.tmp"), "512,,,,skipped,"));
   CHECK(read_file("/tmp/sweep.csv")[0] == '\0');
@@ -372,7 +371,7 @@ static void test_csv(void) {
     file.f = full;
     snprintf(file.path, sizeof file.path, "/tmp/sweep.csv");
     snprintf(file.tmp, sizeof file.tmp, "/tmp/sweep.csv.tmp");
-    write_csv_row(full, &r);
+    put_sweep_row(full, CSV, &r);
     CHECK(!result_close(&file, err));
     CHECK(has(err, "/tmp/sweep.csv: cannot write: "));
   } else {
