@@ -246,7 +246,7 @@ static double cpu_probe_bandwidth(const Device* d) {
   float* p = (float*)cpu_alloc(bytes);
   if (!p) return 0;
   double best = 0;
-  for (int round = 0; round < 5; round++) {
+  for (int round = 0; round < 10; round++) {
     double start = now();
     bool nonzero = false;  // never, but the compiler does not know: the loads must happen
     PARALLEL_FOR
@@ -386,7 +386,7 @@ static size_t kv_bytes_per_token(const Config* c, int kv_size) {  // kv_size: by
 // host can run ahead and never stands in the way.
 
 enum { IN_FLIGHT = 4 };
-static const double GIB = 1073741824.0;
+static const double GIB = 1073741824.0, MIB = 1048576.0;
 
 // Batch sizes that a recorded step exists for; a smaller batch is padded (GPU). Exact up to 8
 // tokens, then coarser.
@@ -460,7 +460,7 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   size_t k_bytes, v_bytes, used = d->api->used(), left = d->limit > used ? d->limit - used : 0;
   engine_kv_bytes(d, &w->config, size, &k_bytes, &v_bytes);
   if (k_bytes + v_bytes > left) {
-    snprintf(err, ERR_LEN, "KV needs %.1f GiB, %.1f GiB left", (k_bytes + v_bytes) / GIB,
+    snprintf(err, ERR_LEN, "KV needs %.2f GiB, %.2f GiB left", (k_bytes + v_bytes) / GIB,
              left / GIB);
     return ROW_SKIPPED;
   }
@@ -481,10 +481,10 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   e->kv.v = device_alloc(d, MEM_KV, v_bytes);
   if (e->kv.k && e->kv.v && d->api->engine_open(e)) return ROW_OK;
   RowStatus status = d->refused ? ROW_OOM : ROW_SKIPPED;
-  snprintf(err, ERR_LEN, "working memory does not fit beside %.1f GiB of KV: %.1f GiB left",
+  snprintf(err, ERR_LEN, "working memory does not fit beside %.2f GiB of KV: %.2f GiB left",
            (k_bytes + v_bytes) / GIB, left / GIB);
   if (d->refused)
-    snprintf(err, ERR_LEN, "out of memory, although %.1f GiB were left for %.1f GiB of KV",
+    snprintf(err, ERR_LEN, "out of memory, although %.2f GiB were left for %.2f GiB of KV",
              left / GIB, (k_bytes + v_bytes) / GIB);
   engine_close(e);
   return status;
@@ -746,6 +746,7 @@ static void cpu_submit(Engine* e, const Batch* b, Step* s) {
   for (int t = 0; t < b->n_tokens; t++)
     if (b->id[t] < 0) b->id[t] = e->cpu_sampled[b->slot[t]];
   forward_cpu(e->w, &e->kv, b, &e->cpu, e->cpu_logits);
+  PARALLEL_FOR
   for (int r = 0; r < b->n_rows; r++) {
     int slot = b->slot[b->row[r]];
     const float* logits = e->cpu_logits + (size_t)r * padded_rows(c->vocab_size);
@@ -2346,6 +2347,10 @@ static void weights_close(Weights* w, Device* d) {
 static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, int positions,
                          char* err) {
   const Config* c = &m->config;
+  double need = 2.0 * parameter_count(c), used = d->api->used();
+  if (used + need > d->limit)
+    return file_error(err, c->name, "does not fit: weights need %.0f MiB, %.0f MiB are left",
+                      need / MIB, fmax(d->limit - used, 0) / MIB);
   memset(w, 0, sizeof *w);
   w->config = *c;
   w->matmul = matmul;
@@ -2363,8 +2368,7 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
   w->rope = ok ? floats_open(d, NULL, angles, (size_t)positions * c->head_dim) : NULL;
   free(angles);
   if (w->final_norm && w->rope) return true;
-  snprintf(err, ERR_LEN, "%s does not fit: weights need %.0f MiB, the limit is %.0f MiB", c->name,
-           2.0 * parameter_count(c) / 1048576, d->limit / 1048576.0);
+  file_error(err, c->name, "does not fit: the device refused memory for its weights");
   weights_close(w, d);
   return false;
 }
@@ -2481,7 +2485,7 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
     k.working = i;
     if (!grows_after(rows, n, i, rules, &k)) break;
     k.rule = STOP_END;
-    say(k.why, sizeof k.why, "batch %d is the largest and breaks no rule", rows[i].batch);
+    say(k.why, sizeof k.why, "batch %d is the largest measured and breaks no rule", rows[i].batch);
   }
   k.start = k.working > 0 ? k.working - 1 : k.working;
 
@@ -2825,7 +2829,8 @@ static bool set_option(Options* o, const Option* opt, const char* text, char* er
   }
   if (!ok) {
     char range[80] = "";
-    if (opt->hi > 0) snprintf(range, sizeof range, " from %.9g to %.9g", opt->lo, opt->hi);
+    const char* order = opt->type == LIST ? ", ascending, at most 32 of them," : "";
+    if (opt->hi > 0) snprintf(range, sizeof range, "%s from %.9g to %.9g", order, opt->lo, opt->hi);
     return say(err, ERR_LEN, "%s '%.80s': allowed is %s%s", opt->name, text, opt->arg, range);
   }
   if (opt->type == INT) *(int*)field = (int)values[0];
@@ -2881,8 +2886,6 @@ static bool parse_options(int argc, char** argv, Options* o, char* err) {
   return true;
 }
 // ---- The sweep: one row per batch size, everything else held fixed (article 1, sections 3 and 5).
-
-static const double MIB = 1048576.0;
 
 typedef struct {
   Device device;
@@ -2950,7 +2953,9 @@ static void fill_memory(SweepRow* row, const Device* d) {
 static void fill_speed(SweepRow* row, const Device* d, const StepTotals* prefill,
                        const StepTotals* decode) {
   row->prefill_tok_s = prefill->tokens / prefill->seconds;
-  if (decode->n == 0) return;
+  row->step_us = row->roof_us = row->noreuse_us = row->step_bytes = row->step_flops = NAN;
+  row->roof_pct = row->mbu_pct = row->mfu_pct = NAN;
+  if (decode->n == 0) return;  // one-token outputs: prompts only
   double bytes = decode->weight_bytes + decode->kv_bytes;
   row->step_us = 1e6 * decode->seconds / decode->n;
   row->roof_us = 1e6 * decode->roof / decode->n;
@@ -3315,7 +3320,7 @@ static void draw_series(const Axes* a, const SweepReport* r, const struct Series
       Point at = {bar ? p.x + half : p.x, fmax(p.y, a->in.y0)};
       if (place_label(a, at, (Ink)s->ink, format_str(format, s->name, value.s).s)) return;
     }
-    if (s->shape != AS_LIMIT || isnan(last.x)) last = p;  // one line of regular dashes
+    if (s->shape != AS_LIMIT || isnan(last.x + last.y)) last = p;  // one line of regular dashes
   }
 }
 
@@ -3352,6 +3357,8 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
     }
   Str ratio = format_num(row_value(r, w, c->of) / row_value(r, 0, c->of), false);
   Str title = format_str(c->finding, r->rows[w].batch, ratio.s, r->rows[0].batch);
+  if (w == 0) title = format_str("Batch %d is the working point", r->rows[w].batch);
+  if (w > 0 && strcmp(ratio.s, "n/a") == 0) title = format_str("Not measured: %s", c->y_name);
   draw_axes(&a, sweep_title(r, title).s, c->x_name, c->y_name);
   for (int k = N_SERIES - 1; k >= 0; k--)
     if (SERIES[k].chart == chart) draw_series(&a, r, &SERIES[k], false);
@@ -3391,7 +3398,7 @@ static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
     if (k < N_CHARTS) draw_chart(page, r, working, k);
     if (k == N_CHARTS) draw_summary(page, r, working);
     Str foot = format_str("%s on %s: %d tokens in, %d out; %d requests at batch %d", r->model,
-                          r->device, row->input_len, row->output_len, row->tpot.n, row->batch);
+                          r->device, row->input_len, row->output_len, row->n_requests, row->batch);
     draw_text(36, h - 54, 0, w - 72, LABEL_SIZE, INK_DIM, foot.s);
     foot = format_str("Why it stops: %s", r->knee.why);
     draw_text(36, h - 28, 0, w - 72, LABEL_SIZE, INK_DIM, foot.s);
@@ -3522,9 +3529,17 @@ static int cmd_sweep(Session* s, const Options* o) {
   SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, {0}}, o->rules,      c->name,
                         s->device.name, false, s->device.bandwidth,      s->device.rate};
   report.n_rows = sweep_rows(s, o, rows, &csv);
-  if (!result_close(&csv, err)) return give_up(1, err);
+  if (report.n_rows == 0) {  // earlier results stay as they are
+    fclose(csv.f);
+    remove(csv.tmp);
+  } else if (!result_close(&csv, err)) {
+    return give_up(1, err);
+  }
   if (report.n_rows > 0) {
     report.knee = knee(rows, report.n_rows, o->rules);
+    if (interrupted)
+      say(report.knee.why, sizeof report.knee.why,
+          "interrupted after batch %d: larger ones are unknown", rows[report.n_rows - 1].batch);
     printf("\n");
     print_knee(stdout, &report);
     if (!write_config_json(o->out, &report, "fp16", o->step_tokens, err) ||
@@ -3551,7 +3566,7 @@ static int read_prompts(const char* path, const char** prompts, char* err) {
     return -1;
   }
   while ((length = getline(&line, &cap, f)) >= 0) {
-    if (length > 0 && line[length - 1] == '\n') line[--length] = 0;
+    while (length > 0 && strchr("\r\n", line[length - 1])) line[--length] = 0;
     if (length == 0) continue;
     if (n == MAX_PROMPTS) {
       snprintf(err, ERR_LEN, "%.300s: more than %d prompts", path, MAX_PROMPTS);
@@ -3625,6 +3640,14 @@ static int cmd_generate(Session* s, const Options* o) {
   return interrupted ? 130 : 0;
 }
 
+// OpenMP threads that spin at a barrier waste whole scheduler slices as soon as anything else runs:
+// 586 ms a step instead of 9 with one busy process beside us (NOTES.md). The library reads its
+// setting before main, so make it and start over, unless the user has chosen.
+static void limit_spinning(char** argv) {
+  if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+  if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);
+}
+
 #ifdef BS_NO_MAIN
 #define main bs_main  // tests include this file
 #endif
@@ -3632,6 +3655,7 @@ int main(int argc, char** argv) {
   Options o;
   Session s;
   char err[ERR_LEN];
+  limit_spinning(argv);
   memset(&s, 0, sizeof s);
   if (!parse_options(argc, argv, &o, err)) return give_up(2, err);
   if (o.help) return print_help(stdout, o.command), 0;
@@ -3649,6 +3673,7 @@ int main(int argc, char** argv) {
   int status = o.command == CMD_GENERATE ? cmd_generate(&s, &o) : cmd_sweep(&s, &o);
   free_model(&s.model);
   device_close(&s.device);
+  if (fflush(stdout) != 0 || ferror(stdout)) return give_up(1, "standard output: cannot write");
   return status;
 }
 #ifdef BS_NO_MAIN

@@ -759,6 +759,7 @@ static void rms_norm(float* out, const float* x, const float* weight, int dim, f
 static void norm_rows(float* out, const float* x, const float* weight, const int* row, int n,
                       const Config* c) {
   size_t D = c->dim;
+  PARALLEL_FOR
   for (int r = 0; r < n; r++)
     rms_norm(out + r * D, x + (row ? row[r] : r) * D, weight, c->dim, c->norm_eps);
 }
@@ -860,6 +861,7 @@ static void swiglu(float* hidden, const float* gate_up, int hidden_dim) {
 // Adds a linear layer's result y[T, padded D] to the residual stream.
 static void add_residual(float* x, const float* y, int n_tokens, int dim) {
   int padded = padded_rows(dim);
+  PARALLEL_FOR
   for (int t = 0; t < n_tokens; t++)
     for (int i = 0; i < dim; i++) x[(size_t)t * dim + i] += y[(size_t)t * padded + i];
 }
@@ -872,6 +874,7 @@ static void attention_layer(const Weights* w, const KVCache* kv, const Batch* b,
   size_t qkv_stride = padded_rows(qkv_width(c)), att_stride = (size_t)c->n_heads * head_dim;
   norm_rows(s->normed, s->x, l->attn_norm, NULL, T, c);
   matmul_cpu(s->qkv, s->normed, &l->qkv, T);
+  PARALLEL_FOR
   for (int t = 0; t < T; t++) rope_and_store(w, kv, b, layer, t, s->qkv + t * qkv_stride);
   PARALLEL_FOR
   for (int job = 0; job < T * c->n_kv_heads; job++) {
