@@ -66,6 +66,10 @@ run 1 'neither a directory nor a preset' "$bs" --device cpu --model no-such-mode
 run 1 'config.json' "$bs" --device cpu --model tests
 run 1 'cannot read' "$bs" generate $tiny --prompts "$tmp/none"
 run 1 'does not fit' "$bs" --device cpu --model llama-2-70b --vram 1G --out "$tmp/o"
+run 1 'does not fit: weights need' "$bs" --device cpu --model llama-2-70b --out "$tmp/o"
+! ls "$tmp/o"/*.tmp >/dev/null 2>&1
+ok "a run that never started leaves no .tmp" $?
+if ! [ -e /dev/nvidia0 ]; then run 2 'matmul' "$bs" --matmul gemv; fi
 if ! [ -e /dev/nvidia0 ]; then run 1 'no ' "$bs" --device cuda; fi
 
 # A sweep leaves exactly its files, complete.
@@ -131,6 +135,12 @@ kill -TERM $pid
 wait $pid
 [ $? -eq 130 ]
 ok "SIGTERM ends like Ctrl-C" $?
+
+grep -q 'interrupted' "$tmp/c/config.json" || ! [ -f "$tmp/c/config.json" ]
+ok "an interrupted sweep says so" $?
+"$bs" generate $tiny --prompt a --output-len 2 >/dev/full 2>"$tmp/out"
+[ $? -eq 1 ]
+ok "lost output is a failure" $?
 
 # generate: text ends by itself, JSON is one object per line, the same request gives the same text in any company.
 run 0 'Once upon a time' "$bs" generate $tiny --prompt 'Once upon a time'
