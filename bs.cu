@@ -3666,9 +3666,10 @@ int main(int argc, char** argv) {
   action.sa_flags = (int)SA_RESETHAND;
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
-  if (!open_device(&s, &o, err) || !open_model(&s, &o, err)) return give_up(1, err);
+  if (!open_device(&s, &o, err)) return give_up(1, err);
   if (s.device.api == &cpu_backend && strcmp(o.matmul, "auto") != 0)
     return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
+  if (!open_model(&s, &o, err)) return give_up(1, err);
   fill_defaults(&o, s.device.api != &cpu_backend);
   int status = o.command == CMD_GENERATE ? cmd_generate(&s, &o) : cmd_sweep(&s, &o);
   free_model(&s.model);
