@@ -171,7 +171,8 @@ BS_HD static inline f16 tensor_at(const Tensor* t, size_t i) {
 static const Config presets[] = {
   // name, D, L, H, G, K, F, V, context, tied, norm_eps, theta, 4 of llama3 scaling, end tokens
   {"smollm2-135m", 576, 30, 9, 3, 64, 1536, 49152, 8192, true, 1e-5f, 1e5f, 0, 0, 0, 0, 0, {0}},
-  {"tinyllama-1.1b", 2048, 22, 32, 4, 64, 5632, 32000, 2048, false, 1e-5f, 1e4f, 0, 0, 0, 0, 0, {0}},
+  {"tinyllama-1.1b", 2048, 22, 32, 4, 64, 5632, 32000, 2048, false, 1e-5f, 1e4f,
+   0, 0, 0, 0, 0, {0}},
   {"llama-3.2-1b", 2048, 16, 32, 8, 64, 8192, 128256, 131072, true, 1e-5f, 5e5f,
    32, 1, 4, 8192, 0, {0}},
   {"llama-2-7b", 4096, 32, 32, 32, 128, 11008, 32000, 4096, false, 1e-5f, 1e4f, 0, 0, 0, 0, 0, {0}},
