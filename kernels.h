@@ -1,0 +1,1515 @@
+// The GPU's half of bs: the same forward pass as forward_cpu in model.h, as CUDA kernels written by
+// hand, and the Backend (bs.cu) that launches them. bs.cu includes it when nvcc compiles; nothing
+// in it decides who runs or when.
+//
+//   fragments           how data lies so that one load per lane feeds a matrix unit
+//   norm, RoPE          what happens between linear layers
+//   linear layers       a ladder of four rungs: naive, gemv, skinny (1 to 8 tokens), tile
+//   attention           one kernel for decode and prefill, over the paged cache
+//   sampling, loading   on the device; so are random weights
+//   ceilings, backend   probes; memory; one step as launches, recorded as a CUDA graph
+//
+// Letters in shapes are model.h's.
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+// ---- Kernels. All data that a matrix unit multiplies lies in memory the way its registers want
+// it, so that a load is one 128-bit access per lane, 512 contiguous bytes per warp, with no shared
+// memory and no shuffling in between:
+//
+//   mma m16n8k16: D[16 rows, 8 tokens] += A[16, 16] . B[16, 8]. Lane = 4 g + t (g 0..7, t 0..3)
+//   holds
+// A: rows g and g + 8; B: token g; D: rows g and g + 8 of tokens 2t and 2t + 1.
+//
+// A sum over k may be taken in any order as long as A and B agree on it, so lane t takes the 8
+// CONSECUTIVE k's 8t .. 8t+7 of every 32: two mmas' worth. For an activation row, plain row-major
+// memory then already is the fragment: 16 bytes at 8t. Weights are A, packed once at load into 16 x
+// 32 tiles of 1 KB; tokens are B's columns, so 1 to 8 tokens cost the same.
+
+enum { WARP = 32, TILE_ROWS = 16, TILE_K = 32, TILE_HALVES = TILE_ROWS * TILE_K, MAX_SLICES = 8 };
+
+// Where element (row, col) of a [n, k] matrix lies after packing.
+__host__ __device__ static inline size_t packed_index(int row, int col, int k) {
+  size_t tile = (size_t)(row / TILE_ROWS) * (k / TILE_K) + col / TILE_K;
+  int r = row % TILE_ROWS, c = col % TILE_K;
+  int lane = (r % 8) * 4 + c / 8;
+  int mma = (c % 8) / 4;                // which of the tile's two mmas
+  int reg = r / 8 + 2 * ((c % 4) / 2);  // a0: row g, a1: row g + 8, a2 and a3: their next pair of k
+  return tile * TILE_HALVES + mma * (TILE_HALVES / 2) + lane * 8 + reg * 2 + c % 2;
+}
+
+// V of one cache block [16 tokens, K] for p . v: lane (g, t) finds tokens 4t .. 4t+3 of dims g and
+// g + 8 in 16 bytes.
+__device__ static inline int v_index(int token, int dim) {
+  return (dim / 16) * 256 + (dim % 8) * 32 + (token / 4) * 8 + ((dim / 8) % 2) * 4 + token % 4;
+}
+
+// Streams weights past the L1 cache, which the activations need.
+__device__ static inline uint4 load_weights(const uint4* p) {
+  uint4 r;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "l"(p));
+  return r;
+}
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800  // Turing: the same product in two halves of k
+__device__ static inline void mma(float d[4], uint4 a, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(b0));
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.z), "r"(a.w), "r"(b1));
+}
+#else
+__device__ static inline void mma(float d[4], uint4 a, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+#endif
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+__device__ static inline void copy_async(void* shared, const void* global, bool wanted) {
+  if (wanted) *(uint4*)shared = *(const uint4*)global;
+}
+__device__ static inline void copy_commit() {
+}
+template <int PENDING>
+__device__ static inline void copy_wait() {
+}
+#else
+// Predicated, not branched around, so that copies are issued in between mmas.
+__device__ static inline void copy_async(void* shared, const void* global, bool wanted) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(
+          (uint32_t)__cvta_generic_to_shared(shared)),
+      "l"(global), "r"((int)wanted)
+      : "memory");
+}
+__device__ static inline void copy_commit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+template <int PENDING>
+__device__ static inline void copy_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+#endif
+
+// Programmatic dependent launch: a kernel starts while the one before it drains, and waits here
+// before it touches anything that kernel wrote. What it asks for before the wait (weights) arrives
+// meanwhile. Every kernel of a step waits, so a kernel's end implies the end of all before it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ static inline void wait_for_previous() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+#else
+__device__ static inline void wait_for_previous() {
+}
+#endif
+
+typedef struct {               // the step's token list on the device
+  int *id, *pos, *slot, *row;  // as in Batch
+  int4* run;   // [runs] attention: first token, number of tokens, slot, first position
+  int* table;  // [slots, max_blocks]
+} DeviceBatch;
+
+// x[T, D] = embedding of each token; an id of -1 is the token its slot sampled last.
+__global__ void embed_kernel(float* x, const half* embed, DeviceBatch b, const int* sampled,
+                             int dim, bool packed) {
+  wait_for_previous();
+  int t = blockIdx.x, id = b.id[t];
+  if (id < 0) id = sampled[b.slot[t]];
+  for (int i = threadIdx.x; i < dim; i += blockDim.x)
+    x[(size_t)t * dim + i] =
+        __half2float(embed[packed ? packed_index(id, i, dim) : (size_t)id * dim + i]);
+}
+
+__device__ static inline float add(float a, float b) {
+  return a + b;
+}
+__device__ static inline float4 add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+enum { NORM_THREADS = 256 };  // of every block that normalises: one summation order
+
+// The sums of N values over a block's 256 threads, in a fixed order; every thread gets them.
+template <int N>
+__device__ static void block_sums(float v[N]) {
+  __shared__ float partial[NORM_THREADS / WARP][N];
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    for (int offset = 16; offset > 0; offset /= 2) v[i] += __shfl_xor_sync(~0u, v[i], offset);
+    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP][i] = v[i];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < N; i++) {
+    v[i] = 0;
+    for (int w = 0; w < NORM_THREADS / WARP; w++) v[i] += partial[w][i];
+  }
+}
+
+__device__ static inline float square4(float4 v) {
+  return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+}
+
+// Four elements of x * scale * weight, as fp16.
+__device__ static inline uint2 norm4(float4 x, float scale, float4 w) {
+  half2 lo = __floats2half2_rn(x.x * scale * w.x, x.y * scale * w.y),
+        hi = __floats2half2_rn(x.z * scale * w.z, x.w * scale * w.w);
+  return make_uint2(*(uint32_t*)&lo, *(uint32_t*)&hi);
+}
+
+typedef struct {  // a linear layer's result whose k slices may still be apart: [slices, T, n], see
+                  // "Linear layers"
+  const float* y;
+  int slices;     // 0 = there is no such result
+  size_t stride;  // floats from one slice to the next
+} Unsummed;
+
+// Element i (of type V) of the result: the slices added in index order, all loads first.
+template <typename V>
+__device__ static inline V sum_slices(Unsummed u, size_t i) {
+  V part[MAX_SLICES], sum = ((const V*)u.y)[i];
+#pragma unroll
+  for (int s = 1; s < MAX_SLICES; s++)
+    if (s < u.slices) part[s] = ((const V*)(u.y + s * u.stride))[i];
+#pragma unroll
+  for (int s = 1; s < MAX_SLICES; s++)
+    if (s < u.slices) sum = add(sum, part[s]);
+  return sum;
+}
+
+// x[T, D] += the slices of a linear layer's result, in order; normed[R, D] = RMSNorm(x) * weight,
+// as fp16. One block per output row; row[r] names the token (NULL: all of them). D is a multiple
+// of 4. Twin: rms_norm.
+__global__ void __launch_bounds__(NORM_THREADS)
+    add_norm_kernel(half* normed, float* x, Unsummed y, const float* weight, const int* row,
+                    int dim, float eps) {
+  enum { MOST = 8 };  // D up to 8 x 4 x 256 = 8192
+  wait_for_previous();
+  int t = row ? row[blockIdx.x] : blockIdx.x;
+  float4* xt = (float4*)(x + (size_t)t * dim);
+  float4 v[MOST];
+  float sum[1] = {0};
+#pragma unroll
+  for (int i = 0; i < MOST; i++) {
+    int at = i * NORM_THREADS + threadIdx.x;
+    if (at >= dim / 4) break;
+    v[i] = xt[at];  // stores come below: here they would hold up the next loads
+    if (y.slices) v[i] = add(v[i], sum_slices<float4>(y, (size_t)t * dim / 4 + at));
+    sum[0] += square4(v[i]);
+  }
+  block_sums<1>(sum);
+  float scale = rsqrtf(sum[0] / dim + eps);
+#pragma unroll
+  for (int i = 0; i < MOST; i++) {
+    int at = i * NORM_THREADS + threadIdx.x;
+    if (at >= dim / 4) break;
+    if (y.slices) xt[at] = v[i];
+    ((uint2*)(normed + (size_t)blockIdx.x * dim))[at] =
+        norm4(v[i], scale, ((const float4*)weight)[at]);
+  }
+}
+
+// ---- Where q, k and v go.
+
+typedef struct {
+  half* k;  // [L, blocks, G, 16, KD]  KD = K rounded up to 32, the rest zero
+  half* v;  // [L, blocks, G, 16 K] in the order of v_index
+  int n_blocks, max_blocks;
+  int heads, kv_heads, layer;
+} DeviceKV;
+
+__host__ __device__ static inline int key_width(int head_dim) {
+  return (head_dim + 31) / 32 * 32;
+}
+
+__device__ static inline size_t kv_block(const DeviceKV* kv, const int* table, int slot, int pos,
+                                         int g) {
+  int block = table[(size_t)slot * kv->max_blocks + pos / KV_BLOCK];
+  return (((size_t)kv->layer * kv->n_blocks + block) * kv->kv_heads + g) * KV_BLOCK;
+}
+
+typedef struct {  // what becomes of qkv's results
+  half* q;        // [T, H, KD]
+  DeviceKV kv;
+  const float2* angles;  // [positions, K/2] cosine and sine
+  DeviceBatch batch;
+  int head_dim;
+} QkvTarget;
+
+// Elements i and i + K/2 of one head of token t: rotated if q or k, then to q or, as fp16, into the
+// cache. Twin: rope_and_store.
+__device__ static inline void store_qkv(const QkvTarget* to, int t, int head, int i, float first,
+                                        float second) {
+  const DeviceKV* kv = &to->kv;
+  int slot = to->batch.slot[t], pos = to->batch.pos[t], half_dim = to->head_dim / 2,
+      width = key_width(to->head_dim);
+  if (slot < 0) return;  // padding
+  half* row = to->q + ((size_t)t * kv->heads + head) * width;
+  int g = head - kv->heads, first_at = i, second_at = i + half_dim;
+  if (g < kv->kv_heads) {
+    float2 a = to->angles[(size_t)pos * half_dim + i];
+    float rotated = first * a.x - second * a.y;
+    second = second * a.x + first * a.y;
+    first = rotated;
+  }
+  if (g >= 0 && g < kv->kv_heads)
+    row = kv->k + (kv_block(kv, to->batch.table, slot, pos, g) + pos % KV_BLOCK) * width;
+  if (g >= kv->kv_heads) {
+    row = kv->v + kv_block(kv, to->batch.table, slot, pos, g - kv->kv_heads) * to->head_dim;
+    first_at = v_index(pos % KV_BLOCK, i);
+    second_at = v_index(pos % KV_BLOCK, i + half_dim);
+  }
+  row[first_at] = __ushort_as_half(f32_to_f16(first));
+  row[second_at] = __ushort_as_half(f32_to_f16(second));
+}
+
+// Adds up the slices of qkv and stores them. A thread per pair; blockIdx.x = token.
+__global__ void rope_kernel(QkvTarget to, Unsummed qkv) {
+  wait_for_previous();
+  int t = blockIdx.x, half_dim = to.head_dim / 2, heads = to.kv.heads + 2 * to.kv.kv_heads;
+  int head = (blockIdx.y * blockDim.x + threadIdx.x) / half_dim,
+      i = (blockIdx.y * blockDim.x + threadIdx.x) % half_dim;
+  if (head >= heads) return;
+  size_t at = ((size_t)t * heads + head) * to.head_dim + i / 8 * 16 + i % 8;
+  store_qkv(&to, t, head, i, sum_slices<float>(qkv, at), sum_slices<float>(qkv, at + 8));
+}
+
+// ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, a ladder of four rungs.
+//
+// Identical answers at every batch size need one summation order. For a matrix (n, k) it is: K is
+// cut into `slices`, chosen from (n, k) alone; inside a slice one chain of mmas, k ascending; the
+// slices are added in index order. How tokens and rows are spread over warps and blocks cannot
+// change a bit. The tile kernel may leave the slices unsummed in y[slices, T, n] when that gives
+// the machine enough blocks; the kernel that reads y next adds them in the same order.
+
+typedef enum {
+  OUT_FLOAT,     // y[T, n], fp32
+  OUT_SWIGLU,    // hidden[T, n/2] = silu(gate) * up, fp16
+  OUT_RESIDUAL,  // x[T, n] += y, fp32 (few tokens only)
+  OUT_QKV,       // see store_qkv (few tokens only)
+} Output;
+
+__device__ static inline int slice_start(Matrix m, int slice) {
+  return slice * (m.k / TILE_K) / m.slices;  // in tiles of 32
+}
+
+__device__ static inline float silu_mul(float gate, float up) {
+  return gate / (1.0f + __expf(-gate)) * up;
+}
+
+// Rungs 1 and 2: LANES threads per output and token, row-major weights, 16 bytes a load. With 1
+// (naive) neighbouring threads read rows k apart and only the caches save it. With 32 (GEMV, a warp
+// per row) loads are as wide as can be, near the memory roofline at batch 1; but every sequence
+// reads all weights again, so batching buys nothing: the lower line of throughput.png, and the
+// reason for everything below.
+template <int LANES>
+__global__ void matmul_rows_kernel(void* out, Output mode, const half* x, Matrix m) {
+  wait_for_previous();
+  int k = m.k, outputs = mode == OUT_SWIGLU ? m.n / 2 : m.n, t = blockIdx.y,
+      lane = threadIdx.x % LANES;
+  int i = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+  if (i >= outputs) return;
+  float sum[2] = {0, 0};  // the row; SwiGLU: gate and, 8 rows on, up
+  for (int part = 0; part <= (mode == OUT_SWIGLU); part++) {
+    const half* row =
+        (const half*)m.w + (size_t)(mode == OUT_SWIGLU ? i / 8 * 16 + i % 8 + 8 * part : i) * k;
+    for (int j = lane * 8; j < k; j += LANES * 8) {
+      uint4 wv = *(const uint4*)(row + j), xv = *(const uint4*)(x + (size_t)t * k + j);
+      const half *w8 = (const half*)&wv, *x8 = (const half*)&xv;
+#pragma unroll
+      for (int e = 0; e < 8; e++) sum[part] += __half2float(w8[e]) * __half2float(x8[e]);
+    }
+    for (int offset = LANES / 2; offset > 0; offset /= 2)
+      sum[part] += __shfl_xor_sync(~0u, sum[part], offset);
+  }
+  if (lane > 0) return;
+  if (mode == OUT_SWIGLU)
+    ((half*)out)[(size_t)t * outputs + i] = __float2half(silu_mul(sum[0], sum[1]));
+  if (mode == OUT_FLOAT) ((float*)out)[(size_t)t * outputs + i] = sum[0];
+}
+
+// Writes one lane's share of a 16 x 8 result tile: d = {row g of tokens 2t, 2t+1, row g + 8 of the
+// same}.
+template <Output MODE>
+__device__ static inline void store_tile(void* out, const float d[4], int row0, int token0, int n,
+                                         int n_tokens) {
+  int lane = threadIdx.x % WARP, row = row0 + lane / 4, token = token0 + lane % 4 * 2;
+  if (row0 >= n) return;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    if (token + i >= n_tokens) return;
+    float* y = (float*)out + (size_t)(token + i) * n + row;
+    if (MODE == OUT_SWIGLU) {  // gate in row g, its up in row g + 8
+      ((half*)out)[(size_t)(token + i) * (n / 2) + row0 / 2 + lane / 4] =
+          __float2half(silu_mul(d[i], d[i + 2]));
+    } else if (MODE == OUT_QKV) {
+      const QkvTarget* to = (const QkvTarget*)out;
+      store_qkv(to, token + i, row0 / to->head_dim, row0 % to->head_dim / 2 + lane / 4, d[i],
+                d[i + 2]);
+    } else {
+      if (row < n) y[0] = MODE == OUT_RESIDUAL ? y[0] + d[i] : d[i];
+      if (row + 8 < n) y[8] = MODE == OUT_RESIDUAL ? y[8] + d[i + 2] : d[i + 2];
+    }
+  }
+}
+
+// Rung 3: 1 to 8 tokens, where a step is bound by weights and by latency. A warp owns 16 rows and
+// one slice of k; its weights stream through a ring of 16 loads in flight (8 KB a warp, 64 KB a
+// block; Little's law at 4.3 TB/s and 0.8 us asks for 26 KB an SM), the first 16 issued before
+// waiting for the previous kernel. What would be a kernel before and after is done in place:
+// RMSNorm of the residual stream on the way in, and RoPE, SwiGLU or the residual addition on the
+// way out. Must move 2 n k bytes.
+enum { SKINNY_WARPS = 8, SKINNY_TOKENS = 8, RING = 8 };  // ring: in tiles of 1 KB
+
+typedef struct {
+  const half* x;        // [T, k] activations, or NULL: normalise these:
+  const float* stream;  // [tokens, k] the residual stream
+  const float* weight;  // [k]
+  const int* row;       // [T] which tokens; NULL = all
+  float eps;
+} SkinnyInput;
+
+// RMSNorm of up to 8 tokens into shared memory, [k / 32][T][32]: rows of 32 k's, as the B fragments
+// want them.
+__device__ static void norm_tokens(half* normed, const SkinnyInput* in, int k, int n_tokens) {
+  enum { AT_ONCE = 4 };  // loads overlap; the ring of weights leaves registers for no more
+#pragma unroll 1
+  for (int t0 = 0; t0 < n_tokens; t0 += AT_ONCE) {
+    const float4* x[AT_ONCE];
+    float sum[AT_ONCE] = {};
+#pragma unroll
+    for (int t = 0; t < AT_ONCE; t++) {
+      int token = min(t0 + t, n_tokens - 1);
+      x[t] = (const float4*)(in->stream + (size_t)(in->row ? in->row[token] : token) * k);
+    }
+#pragma unroll 2
+    for (int at = threadIdx.x; at < k / 4; at += NORM_THREADS)
+#pragma unroll
+      for (int t = 0; t < AT_ONCE; t++) sum[t] += square4(x[t][at]);
+    block_sums<AT_ONCE>(sum);
+#pragma unroll 1
+    for (int at = threadIdx.x; at < k / 4; at += NORM_THREADS) {
+      float4 w = ((const float4*)in->weight)[at];
+      uint2* to = (uint2*)(normed + (at / 8 * n_tokens + t0) * TILE_K + at % 8 * 4);
+#pragma unroll
+      for (int t = 0; t < AT_ONCE; t++)
+        if (t0 + t < n_tokens)
+          to[t * (TILE_K / 4)] = norm4(x[t][at], rsqrtf(sum[t] / k + in->eps), w);
+    }
+    __syncthreads();
+  }
+}
+
+template <Output MODE, bool NORM>
+__global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
+    matmul_skinny_kernel(void* out, QkvTarget qkv, SkinnyInput in, Matrix m, int n_tokens) {
+  extern __shared__ uint4 shared[];
+  __shared__ float partial[SKINNY_WARPS][TILE_ROWS * 8];
+  int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
+  int k = m.k, row_tile = blockIdx.x * (SKINNY_WARPS / m.slices) + warp / m.slices,
+      slice = warp % m.slices;
+  int start = slice_start(m, slice), count = slice_start(m, slice + 1) - start;
+  if (row_tile * TILE_ROWS >= m.n) count = 0;
+  const uint4* wp = (const uint4*)m.w + ((size_t)row_tile * (k / TILE_K) + start) * 64 + lane;
+  uint4 a[RING][2], b[RING];
+#pragma unroll
+  for (int i = 0; i < RING; i++) {
+    if (i < count) a[i][0] = load_weights(wp + i * 64);
+    if (i < count) a[i][1] = load_weights(wp + i * 64 + 32);
+  }
+  wait_for_previous();
+  if (NORM) norm_tokens((half*)shared, &in, k, n_tokens);
+  const int step = NORM ? n_tokens * TILE_K : TILE_K;  // halves from one tile of k to the next
+  const half* xp = NORM ? (const half*)shared + (start * n_tokens + g) * TILE_K + t * 8
+                        : in.x + (size_t)g * k + start * TILE_K + t * 8;
+#pragma unroll
+  for (int i = 0; i < RING; i++) {
+    b[i] = make_uint4(0, 0, 0, 0);
+    if (i < count && g < n_tokens) b[i] = *(const uint4*)(xp + i * step);
+  }
+  float d[4] = {0, 0, 0, 0};
+  for (int base = 0; base < count; base += RING) {
+#pragma unroll
+    for (int i = 0; i < RING; i++) {
+      int next = base + i + RING;
+      if (base + i < count) {
+        mma(d, a[i][0], b[i].x, b[i].y);
+        mma(d, a[i][1], b[i].z, b[i].w);
+      }
+      if (next < count) {
+        a[i][0] = load_weights(wp + next * 64);
+        a[i][1] = load_weights(wp + next * 64 + 32);
+        if (g < n_tokens) b[i] = *(const uint4*)(xp + next * step);
+      }
+    }
+  }
+  if (m.slices > 1) {
+    for (int i = 0; i < 4; i++) partial[warp][i * WARP + lane] = d[i];
+    __syncthreads();
+    if (slice > 0) return;
+    for (int s = 1; s < m.slices; s++)
+      for (int i = 0; i < 4; i++) d[i] += partial[warp + s][i * WARP + lane];
+  }
+  store_tile<MODE>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, 0, m.n, n_tokens);
+}
+
+// Rung 4: any number of tokens. A block computes ROWS x TOKENS, each warp WARP_ROWS x WARP_TOKENS
+// of it; k runs through a ring of STAGES shared-memory stages of 64, filled by asynchronous copies,
+// the weights of the first stages before waiting for the previous kernel. Weights arrive packed and
+// activations as rows of 32 k's (64 bytes), so fragments leave shared memory as conflict-free
+// 128-bit loads, the weights' a tile ahead of the mmas that use them. Tiles must be large: 64 x 64
+// a warp reads 128 bytes of shared memory per mma, which arrive in about that mma's time.
+// SLICED keeps two sums, of the slice and of all before it, at half the tile.
+// blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = ROWS
+// rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
+enum { STAGE_TILES = 2, MAX_BLOCK_ROWS = 128 };  // k tiles of a stage; rows are padded to this
+
+// Walks k, in tiles of 32, over the slices that a block owns. A stage never crosses a slice's end.
+typedef struct {
+  int slice, last_slice, at, end;
+} KWalk;
+
+__device__ static inline void walk_next(KWalk* w, Matrix m) {
+  w->at += STAGE_TILES;
+  if (w->at < w->end) return;
+  w->slice++;
+  w->at = w->end;
+  w->end = slice_start(m, w->slice + 1);
+}
+
+// Copies one stage's weights, [ROWS / 16][2 k tiles][1 KB]: 128 threads a row tile. w: this
+// thread's place in the block's first one. Matrices are padded to whole blocks, so nothing needs to
+// be asked per row.
+template <int ROWS, int THREADS>
+__device__ static inline void stage_weights(uint4* stage, const KWalk* walk, const uint4* w,
+                                            int k) {
+  bool wanted = walk->slice <= walk->last_slice && walk->at + (int)threadIdx.x / 64 % 2 < walk->end;
+  w += (size_t)walk->at * 64;
+#pragma unroll
+  for (int i = 0; i < ROWS / TILE_ROWS; i += THREADS / 128) {
+    copy_async(stage + i * 128 + threadIdx.x, w, wanted);
+    w += (size_t)k * (2 * THREADS / 128);  // row tiles lie k / 32 x 64 x 16 bytes apart
+  }
+}
+
+// Copies one stage's activations, [2 k tiles][TOKENS][32]. x: this thread's 8 k's in its tokens'
+// rows.
+template <int TOKENS, int THREADS>
+__device__ static inline void stage_tokens(uint4* stage, const KWalk* walk, const half* const x[]) {
+  bool wanted = walk->slice <= walk->last_slice && threadIdx.x < TOKENS * 4;
+#pragma unroll
+  for (int i = 0; i * THREADS < TOKENS * 4; i++) {
+    const half* from = x[i] + walk->at * TILE_K;
+#pragma unroll
+    for (int kt = 0; kt < STAGE_TILES; kt++)
+      copy_async(stage + kt * TOKENS * 4 + i * THREADS + threadIdx.x, from + kt * TILE_K,
+                 wanted && walk->at + kt < walk->end);
+  }
+}
+
+// One k tile of a warp: d += a . b. Two token tiles at a time, so that an accumulator's next mma
+// comes 2 MT mmas later.
+template <int MT, int NT>
+__device__ static inline void multiply_tile(float d[][NT][4], const uint4 a[][2],
+                                            const uint4* tokens) {
+#pragma unroll
+  for (int i = 0; i < NT; i += 2) {
+    uint4 b[2] = {tokens[i * 32], tokens[i * 32 + 32]};
+#pragma unroll
+    for (int j = 0; j < 2 * MT; j++) mma(d[j / 2][i + j % 2], a[j / 2][0], b[j % 2].x, b[j % 2].y);
+#pragma unroll
+    for (int j = 0; j < 2 * MT; j++) mma(d[j / 2][i + j % 2], a[j / 2][1], b[j % 2].z, b[j % 2].w);
+  }
+}
+
+template <Output MODE, bool SLICED, int ROWS, int TOKENS, int WARP_ROWS, int WARP_TOKENS,
+          int STAGES>
+__global__ void __launch_bounds__(ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP,
+                                  SLICED&& TOKENS > 64 ? 1 : 2)
+    matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
+  constexpr int THREADS = ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP,
+                MT = WARP_ROWS / TILE_ROWS, NT = WARP_TOKENS / 8,
+                X_ROWS = (TOKENS * 4 + THREADS - 1) / THREADS,
+                WEIGHTS = ROWS / TILE_ROWS * STAGE_TILES * 64,
+                STAGE = WEIGHTS + STAGE_TILES * TOKENS * 4;  // in 16 bytes
+  extern __shared__ uint4 shared[];
+  int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  int warp_row = warp % (ROWS / WARP_ROWS) * MT,
+      warp_token = warp / (ROWS / WARP_ROWS) * WARP_TOKENS;
+  int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * (ROWS / TILE_ROWS);
+  const uint4* my_w = (const uint4*)m.w +
+                      (size_t)(row_tile0 + threadIdx.x / 128) * (m.k / TILE_K) * 64 +
+                      threadIdx.x % 128;
+  const half* my_x[X_ROWS];
+#pragma unroll
+  for (int i = 0; i < X_ROWS; i++) {  // beyond T: the last token once more, never stored
+    int token = min(token0 + (i * THREADS + (int)threadIdx.x) / 4, n_tokens - 1);
+    my_x[i] = x + (size_t)token * m.k + threadIdx.x % 4 * 8;
+  }
+  int slice0 = gridDim.z > 1 ? blockIdx.z : 0,
+      last_slice = gridDim.z > 1 ? blockIdx.z : m.slices - 1;
+  KWalk use = {slice0, last_slice, slice_start(m, slice0), slice_start(m, slice0 + 1)}, load = use,
+        early = use;
+#pragma unroll 1
+  for (int s = 0; s < STAGES - 1; s++) {
+    stage_weights<ROWS, THREADS>(shared + s * STAGE, &early, my_w, m.k);
+    walk_next(&early, m);
+  }
+  wait_for_previous();
+#pragma unroll 1
+  for (int s = 0; s < STAGES - 1; s++) {
+    stage_tokens<TOKENS, THREADS>(shared + s * STAGE + WEIGHTS, &load, my_x);
+    copy_commit();
+    walk_next(&load, m);
+  }
+  float d[MT][NT][4] = {}, total[SLICED ? MT : 1][NT][4] = {};
+  uint4 a[2][MT][2];  // this tile's weights and the next one's
+  const uint4 *sa = shared + warp_row * STAGE_TILES * 64 + lane,
+              *sb = shared + WEIGHTS + warp_token * 4 + lane;
+  copy_wait<STAGES - 2>();
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < MT * 2; i++) a[0][i / 2][i % 2] = sa[i / 2 * STAGE_TILES * 64 + i % 2 * 32];
+#pragma unroll 1
+  for (int stage = 0, fill = STAGES - 1; use.slice <= use.last_slice;) {
+    int next = stage + 1 == STAGES ? 0 : stage + 1;
+#pragma unroll
+    for (int kt = 0; kt < STAGE_TILES; kt++) {
+      const uint4* from = sa + stage * STAGE + (kt + 1) * 64;
+      if (kt + 1 == STAGE_TILES) {
+        // The next stage must have arrived, and all warps have left the one that is filled now.
+        copy_wait<STAGES - 3>();
+        __syncthreads();
+        stage_weights<ROWS, THREADS>(shared + fill * STAGE, &load, my_w, m.k);
+        stage_tokens<TOKENS, THREADS>(shared + fill * STAGE + WEIGHTS, &load, my_x);
+        copy_commit();
+        walk_next(&load, m);
+        from = sa + next * STAGE;
+      }
+#pragma unroll
+      for (int i = 0; i < MT * 2; i++)
+        a[(kt + 1) % 2][i / 2][i % 2] = from[i / 2 * STAGE_TILES * 64 + i % 2 * 32];
+      if (use.at + kt >= use.end) break;
+      multiply_tile<MT, NT>(d, a[kt % 2], sb + stage * STAGE + kt * TOKENS * 4);
+    }
+    fill = stage;
+    stage = next;
+    int slice = use.slice;
+    walk_next(&use, m);
+    if (use.slice == slice) continue;
+#pragma unroll
+    for (int i = 0; i < (SLICED ? MT * NT * 4 : 0); i++) {  // a slice is complete
+      float* slice_sum = &d[i / (NT * 4)][i / 4 % NT][i % 4];
+      total[SLICED ? i / (NT * 4) : 0][i / 4 % NT][i % 4] += *slice_sum;
+      *slice_sum = 0;
+    }
+  }
+  float* y = (float*)out + (gridDim.z > 1 ? (size_t)blockIdx.z * n_tokens * m.n : 0);
+#pragma unroll
+  for (int i = 0; i < MT * NT; i++)
+    store_tile<MODE>(y, SLICED ? total[SLICED ? i / NT : 0][i % NT] : d[i / NT][i % NT],
+                     (row_tile0 + warp_row + i / NT) * TILE_ROWS, token0 + warp_token + i % NT * 8,
+                     m.n, n_tokens);
+}
+
+// ---- Attention over the paged cache.
+
+// A softmax in progress over part of the keys: out = sum exp2(s - max) v, unnormalised.
+template <int N>
+struct Softmax {
+  float max, sum, out[N];
+};
+
+// a += b, b's keys after a's. One chain of these, in key order, makes every split and every tiling
+// agree to the bit.
+template <int N>
+__device__ static inline void merge(Softmax<N>* a, float max, float sum, const float* out,
+                                    int stride) {
+  if (max == -INFINITY) return;  // all of b's keys are masked
+  float top = fmaxf(a->max, max), scale_a = exp2f(a->max - top), scale_b = exp2f(max - top);
+  a->max = top;
+  a->sum =
+      fmaf(sum, scale_b, a->sum * scale_a);  // fmaf: the same rounding wherever this is inlined
+  for (int i = 0; i < N; i++) a->out[i] = fmaf(out[i * stride], scale_b, a->out[i] * scale_a);
+}
+
+// Keys of a block's turn, of a warp's.
+enum { SPLIT = 256, CHUNK = 64, ATTENTION_WARPS = 4, PAGES = CHUNK / KV_BLOCK };
+
+// One warp: 16 query rows against 64 keys from key0, two matrix products on fragments loaded
+// straight from the cache. Column c of the score tile is key 4 (c / 2) + c % 2 (+ 2 in the second
+// tile), so that lane t ends up with keys 4t .. 4t+3, which is what it needs as the A operand of p
+// . v.
+template <int K>
+__device__ static void attend_chunk(const DeviceKV* kv, const int* table, int slot, int g, int key0,
+                                    int last_key, const int row_pos[2], const uint4 q[][2],
+                                    float max[2], float sum[2], float out[][4]) {
+  constexpr int KD = (K + 31) / 32 * 32;
+  int lane = threadIdx.x % WARP, column = lane / 4, t = lane % 4;
+  float s[PAGES][2][4] = {};
+  uint4 v[PAGES][K / 16];
+#pragma unroll
+  for (int p = 0; p < PAGES; p++) {
+    int page = key0 + p * KV_BLOCK <= last_key ? key0 + p * KV_BLOCK
+                                               : key0;  // beyond the end: any page, masked below
+    size_t block = kv_block(kv, table, slot, page, g);
+    for (int i = 0; i < 2; i++) {
+      const half* k = kv->k + (block + column / 2 * 4 + column % 2 + i * 2) * KD + t * 8;
+      for (int c = 0; c < KD / 32; c++) {
+        uint4 b = *(const uint4*)(k + c * 32);
+        mma(s[p][i], q[c][0], b.x, b.y);
+        mma(s[p][i], q[c][1], b.z, b.w);
+      }
+    }
+    for (int c = 0; c < K / 16; c++) v[p][c] = ((const uint4*)(kv->v + block * K))[c * WARP + lane];
+  }
+  const float scale = 1.44269504f * rsqrtf((float)K);  // scores in powers of two
+  for (int r = 0; r < 2; r++) {
+    max[r] = -INFINITY;
+    sum[r] = 0;
+    for (int i = 0; i < PAGES * 4; i++) {
+      float* score = &s[i / 4][i / 2 % 2][r * 2 + i % 2];
+      int key = key0 + i / 4 * KV_BLOCK + t * 4 + i % 4;
+      *score = key <= row_pos[r] ? *score * scale : -INFINITY;
+      max[r] = fmaxf(max[r], *score);
+    }
+    max[r] = fmaxf(max[r], __shfl_xor_sync(~0u, max[r], 1));
+    max[r] = fmaxf(max[r], __shfl_xor_sync(~0u, max[r], 2));
+    float base = max[r] == -INFINITY ? 0 : max[r];
+    for (int i = 0; i < PAGES * 4; i++) {
+      float* score = &s[i / 4][i / 2 % 2][r * 2 + i % 2];
+      *score = exp2f(*score - base);
+      sum[r] += *score;
+    }
+    sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+    sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+  }
+#pragma unroll
+  for (int p = 0; p < PAGES; p++) {
+    half2 a[4];  // rows g and g + 8 of keys 4t, 4t+1, then of 4t+2, 4t+3
+    for (int i = 0; i < 4; i++)
+      a[i] = __floats2half2_rn(s[p][i / 2][i % 2 * 2], s[p][i / 2][i % 2 * 2 + 1]);
+    for (int c = 0; c < K / 16; c++) {
+      mma(out[2 * c], *(uint4*)a, v[p][c].x, v[p][c].y);
+      mma(out[2 * c + 1], *(uint4*)a, v[p][c].z, v[p][c].w);
+    }
+  }
+}
+
+// out[T, H, K] = softmax(q . k / sqrt(K)) . v over each token's own positions. A block takes one
+// run of tokens of a slot, the heads that share a kv head (16 rows: heads x tokens), and either one
+// split of 256 keys (gridDim.z > 1: the last block to finish merges all splits in order) or every
+// split in turn. Must read the cache of a slot once per run of its tokens. Twin: attend.
+template <int K>
+__global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
+    attention_kernel(half* out, const half* q, DeviceKV kv, DeviceBatch b, float* partial,
+                     int* arrived) {
+  constexpr int KD = (K + 31) / 32 * 32, OWN = K / 8;
+  __shared__ float chunk_out[ATTENTION_WARPS][TILE_ROWS][K], chunk_max[ATTENTION_WARPS][TILE_ROWS],
+      chunk_sum[ATTENTION_WARPS][TILE_ROWS];
+  __shared__ bool last;
+  wait_for_previous();
+  int4 run = b.run[blockIdx.x];
+  int first = run.x, length = run.y, slot = run.z, pos0 = run.w;
+  if (slot < 0) return;
+  int group = kv.heads / kv.kv_heads, parts = (group + TILE_ROWS - 1) / TILE_ROWS;
+  int g = blockIdx.y / parts, head0 = g * group + blockIdx.y % parts * TILE_ROWS;
+  int heads = min(TILE_ROWS, (g + 1) * group - head0), rows = heads * length;
+  int last_key = pos0 + length - 1, n_splits = last_key / SPLIT + 1;
+  int split = gridDim.z > 1 ? blockIdx.z : 0, end = gridDim.z > 1 ? split + 1 : n_splits;
+  if (split >= n_splits) return;
+
+  int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row_pos[2];
+  uint4 fragment[KD / 32][2];
+  for (int r = 0; r < 2; r++) {
+    int row = lane / 4 + r * 8;
+    row_pos[r] = row < rows ? pos0 + row / heads : -1;
+    const half* from =
+        q +
+        ((size_t)(first + (row < rows ? row / heads : 0)) * kv.heads + head0 + row % heads) * KD +
+        lane % 4 * 8;
+    for (int c = 0; c < KD / 32; c++) {
+      uint4 v = *(const uint4*)(from + c * 32);
+      for (int j = 0; j < 2;
+           j++) {  // k's 8t .. 8t+3 go to the first mma, 8t+4 .. 8t+7 to the second
+        (&fragment[c][j].x)[r] = j ? v.z : v.x;
+        (&fragment[c][j].x)[r + 2] = j ? v.w : v.y;
+      }
+    }
+  }
+  int row = threadIdx.x / 8,
+      lane0 = threadIdx.x % 8;  // after the products each thread owns K / 8 outputs of one row
+  Softmax<OWN> total = {-INFINITY, 0, {}};
+  for (; split < end; split++) {
+    int key0 = split * SPLIT + warp * CHUNK;
+    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, o[K / 8][4] = {};
+    if (key0 <= last_key)
+      attend_chunk<K>(&kv, b.table, slot, g, key0, last_key, row_pos, fragment, max, sum, o);
+    __syncthreads();  // the previous split's results have been read
+    for (int r = 0; r < 2; r++) {
+      chunk_max[warp][lane / 4 + r * 8] = max[r];
+      chunk_sum[warp][lane / 4 + r * 8] = sum[r];
+      for (int i = 0; i < K / 8; i++)
+        for (int e = 0; e < 2; e++)
+          chunk_out[warp][lane / 4 + r * 8][i * 8 + lane % 4 * 2 + e] = o[i][r * 2 + e];
+    }
+    __syncthreads();
+    Softmax<OWN> s = {-INFINITY, 0, {}};
+    for (int c = 0; c < ATTENTION_WARPS; c++)
+      merge(&s, chunk_max[c][row], chunk_sum[c][row], &chunk_out[c][row][lane0], 8);
+    merge(&total, s.max, s.sum, s.out, 1);
+  }
+  int token = first + row / heads, head = head0 + row % heads;
+  if (gridDim.z > 1 && n_splits > 1) {
+    float* mine = partial + ((size_t)token * kv.heads + head) * gridDim.z * (K + 2);
+    if (row < rows) {
+      float* to = mine + blockIdx.z * (K + 2);
+      if (lane0 == 0) to[0] = total.max;
+      if (lane0 == 0) to[1] = total.sum;
+      for (int i = 0; i < OWN; i++) to[2 + lane0 + i * 8] = total.out[i];
+    }
+    __threadfence();
+    __syncthreads();
+    int* count = &arrived[blockIdx.x * gridDim.y + blockIdx.y];
+    if (threadIdx.x == 0) last = atomicAdd(count, 1) == n_splits - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    if (threadIdx.x == 0) *count = 0;
+    total = {-INFINITY, 0, {}};
+    for (int s = 0; s < n_splits && row < rows; s++) {
+      const float* from = mine + s * (K + 2);
+      float o[OWN];
+      for (int i = 0; i < OWN; i++) o[i] = __ldcg(from + 2 + lane0 + i * 8);
+      merge(&total, __ldcg(from), __ldcg(from + 1), o, 1);
+    }
+  }
+  if (row >= rows) return;
+  for (int i = 0; i < OWN; i++)
+    out[((size_t)token * kv.heads + head) * K + lane0 + i * 8] =
+        __float2half(total.out[i] / total.sum);
+}
+
+// ---- Sampling on the device, so that a decode step never waits for the host. Greedy is the
+// largest logit; temperature > 0 adds Gumbel noise to logit / temperature, whose largest element is
+// a sample of the softmax (Gumbel-max trick). The noise is a hash of (request's seed, position,
+// token), so a request draws the same text wherever and whenever it runs.
+
+typedef struct {
+  int token;
+  float score;
+} Candidate;
+
+typedef struct {  // per slot
+  int* sampled;   // last token
+  uint32_t* seed;
+  float* temperature;
+} DeviceSampler;
+
+__device__ static inline Candidate better(Candidate a, Candidate b) {
+  bool take_b = b.score > a.score || (b.score == a.score && b.token < a.token);
+  return take_b ? b : a;
+}
+
+__device__ static inline Candidate warp_best(Candidate c) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    Candidate other = {__shfl_xor_sync(~0u, c.token, offset),
+                       __shfl_xor_sync(~0u, c.score, offset)};
+    c = better(c, other);
+  }
+  return c;
+}
+
+// best[R, WARP]: the best token of each of 32 pieces of the vocabulary. blockIdx = (piece, row).
+__global__ void sample_kernel(Candidate* best, const float* logits, DeviceBatch b, DeviceSampler s,
+                              int vocab) {
+  __shared__ Candidate warps[8];
+  wait_for_previous();
+  int r = blockIdx.y, t = b.row[r], slot = b.slot[t];
+  if (slot < 0) return;
+  float temperature = s.temperature[slot];
+  uint32_t seed = hash32(s.seed[slot] ^ hash32(b.pos[t]));
+  int start = (int)((long long)vocab * blockIdx.x / WARP),
+      end = (int)((long long)vocab * (blockIdx.x + 1) / WARP);
+  Candidate c = {0, -INFINITY};
+  for (int v0 = start + threadIdx.x; v0 < end; v0 += 4 * blockDim.x) {
+    float score[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {  // four loads in flight
+      int v = v0 + i * blockDim.x;
+      score[i] = v < end ? logits[(size_t)r * vocab + v] : -INFINITY;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      int v = v0 + i * blockDim.x;
+      if (temperature > 0) score[i] = gumbel_score(score[i], temperature, seed, v);
+      Candidate mine = {v, score[i]};
+      if (v < end) c = better(c, mine);
+    }
+  }
+  c = warp_best(c);
+  if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = c;
+  __syncthreads();
+  if (threadIdx.x) return;
+  for (int i = 1; i < 8; i++) c = better(c, warps[i]);
+  best[r * WARP + blockIdx.x] = c;
+}
+
+// The winner of each row becomes its slot's last token. advance: the same rows decode again in
+// the next step, so move every token one position on; nothing needs to come from the host then.
+__global__ void sample_finish_kernel(const Candidate* best, DeviceBatch b, DeviceSampler s,
+                                     bool advance) {
+  wait_for_previous();
+  int r = blockIdx.x, t = b.row[r], slot = b.slot[t];
+  if (slot < 0) return;
+  Candidate c = warp_best(best[r * WARP + threadIdx.x]);
+  if (threadIdx.x) return;
+  s.sampled[slot] = c.token;
+  if (!advance) return;
+  b.pos[t]++;
+  b.run[t].w++;
+}
+
+// ---- Loading: rows of a stored or seeded tensor go to their place in a matrix. See map_row.
+
+__global__ void pack_kernel(half* out, Tensor from, RowMap map, size_t row0, int rows, int k,
+                            bool packed) {
+  size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  if (i >= (size_t)rows * k) return;
+  int row = (int)(row0 + i / k), col = (int)(i % k), to = map_row(map, row);
+  // A file's chunk starts at row0; a seeded tensor is addressed as a whole.
+  f16 value = tensor_at(&from, from.data ? i : (size_t)row * k + col);
+  out[packed ? packed_index(to, col, k) : (size_t)to * k + col] = __ushort_as_half(value);
+}
+
+// ---- Ceilings of this device: how fast can anything read, how fast can anything multiply?
+
+__global__ void probe_read_kernel(const uint4* p, size_t n, uint32_t* out) {
+  uint32_t x = 0;
+  size_t step = (size_t)gridDim.x * blockDim.x;
+  size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x;
+  for (; i + 7 * step < n; i += 8 * step) {
+    uint4 v[8];
+#pragma unroll
+    for (int j = 0; j < 8; j++) v[j] = load_weights(p + i + j * step);
+#pragma unroll
+    for (int j = 0; j < 8; j++) x ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+  }
+  if (x == 1) *out = x;  // never true in practice; keeps the loads
+}
+
+// Eight independent accumulators a warp, 16 warps an SM, operands in registers: nothing but the
+// matrix units can limit it.
+__global__ void probe_mma_kernel(float* out, int rounds) {
+  float d[8][4] = {};
+  uint32_t one = 0x3c003c00u ^ (threadIdx.x * 0x00110013u & 0x03ff03ff);  // numbers between 1 and 2
+  uint4 a = make_uint4(one, one ^ 0x8000, one ^ 0x80000000u, one);  // mixed signs: sums stay small
+  for (int i = 0; i < rounds; i++)
+#pragma unroll
+    for (int j = 0; j < 8; j++) mma(d[j], a, one ^ 0x8000, one);
+  float sum = 0;
+  for (int j = 0; j < 8; j++) sum += d[j][0] + d[j][1] + d[j][2] + d[j][3];
+  if (sum == 12345.0f) *out = sum;
+}
+
+// ---- The GPU's side of the platform shim.
+
+#define CUDA_CHECK(call)                                                       \
+  do {                                                                         \
+    cudaError_t e_ = (call);                                                   \
+    if (e_ != cudaSuccess)                                                     \
+      die("%s:%d: %s: %s", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
+  } while (0)
+
+static size_t gpu_used(void) {
+  size_t free_bytes, total;
+  CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
+  return total - free_bytes;
+}
+
+static void* gpu_alloc(size_t bytes) {
+  void* p = NULL;
+  if (cudaMalloc(&p, bytes) != cudaSuccess) {
+    cudaGetLastError();  // an allocation that failed leaves the context usable
+    return NULL;
+  }
+  CUDA_CHECK(cudaMemset(p, 0, bytes));
+  return p;
+}
+
+static void gpu_free(void* p) {
+  CUDA_CHECK(cudaFree(p));
+}
+
+static bool gpu_open(Device* d, char* err) {
+  cudaDeviceProp prop;
+  int n = 0;
+  cudaError_t e = cudaGetDeviceCount(&n);
+  if (e != cudaSuccess || n == 0) {
+    snprintf(err, ERR_LEN, "no usable GPU: %s",
+             e == cudaSuccess ? "none found" : cudaGetErrorString(e));
+    return false;
+  }
+  CUDA_CHECK(cudaGetDeviceProperties(&prop, 0));
+  cudaFuncAttributes f;
+  e = cudaFuncGetAttributes(&f, probe_mma_kernel);
+  if (e != cudaSuccess) {
+    snprintf(err, ERR_LEN, "this build has no code for %s (compute %d.%d): %s", prop.name,
+             prop.major, prop.minor, cudaGetErrorString(e));
+    return false;
+  }
+  snprintf(d->name, sizeof d->name, "%s", prop.name);
+  d->total = prop.totalGlobalMem;
+  d->sms = prop.multiProcessorCount;
+  d->shared_bytes = (int)prop.sharedMemPerBlockOptin;
+  d->dependent_launch =
+      f.ptxVersion >= 90;  // code built for less has no wait in it, whatever card runs it
+  return true;
+}
+
+// Best of a few runs of a probe, in seconds.
+template <typename F>
+static double best_time(F run) {
+  cudaEvent_t a, b;
+  CUDA_CHECK(cudaEventCreate(&a));
+  CUDA_CHECK(cudaEventCreate(&b));
+  float best = INFINITY;
+  for (int i = 0; i < 8; i++) {
+    float ms;
+    CUDA_CHECK(cudaEventRecord(a));
+    run();
+    CUDA_CHECK(cudaGetLastError());
+    CUDA_CHECK(cudaEventRecord(b));
+    CUDA_CHECK(cudaEventSynchronize(b));
+    CUDA_CHECK(cudaEventElapsedTime(&ms, a, b));
+    if (i > 0 && ms < best) best = ms;
+  }
+  CUDA_CHECK(cudaEventDestroy(a));
+  CUDA_CHECK(cudaEventDestroy(b));
+  return best * 1e-3;
+}
+
+static double gpu_probe_bandwidth(const Device* d) {
+  size_t free_bytes, total, bytes = (size_t)4 << 30;  // far beyond any L2 cache
+  CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
+  while (bytes > free_bytes / 2) bytes /= 2;
+  uint4* p = (uint4*)gpu_alloc(bytes);
+  if (!p) die("no memory to probe %s with", d->name);
+  size_t turn = (size_t)d->sms * 8 * 512 * 8 * 16;  // what all threads read in one turn of the loop
+  bytes -= bytes % turn;
+  double seconds =
+      best_time([&] { probe_read_kernel<<<d->sms * 8, 512>>>(p, bytes / 16, (uint32_t*)p); });
+  gpu_free(p);
+  return (double)bytes / seconds;
+}
+
+static double gpu_probe_rate(const Device* d) {
+  float* p = (float*)gpu_alloc(256);
+  if (!p) die("no memory to probe %s with", d->name);
+  const int rounds = 20000, blocks = d->sms * 2, warps = 8;
+  double seconds = best_time([&] { probe_mma_kernel<<<blocks, warps * WARP>>>(p, rounds); });
+  gpu_free(p);
+  return 2.0 * 16 * 8 * 16 * 8 * rounds * blocks * warps / seconds;
+}
+
+// ---- A step on the GPU: five launches a layer up to 8 tokens, eight beyond. Decode steps are
+// recorded once per size as a CUDA graph and replayed, since launching 130 kernels one by one takes
+// the host longer than a small model takes the GPU.
+
+// BATCH_INTS: ints a token has in the lists: a run (4), id, pos, slot, row.
+enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };
+
+typedef struct {
+  int n_tokens, splits;
+  cudaGraphExec_t exec;
+} StepGraph;
+
+typedef struct Gpu {
+  cudaStream_t stream;
+  const Device* device;
+  Matmul matmul;
+  float *x, *y, *logits, *partial;  // [T, D], linear layers' results, [R, V], attention splits
+  half *normed, *att, *hidden;      // [T, D], [T, H K], [T, F]
+  int* arrived;                     // attention: blocks of a run that are done
+  Candidate* best;                  // [R, 32]
+  QkvTarget qkv;                    // q, the cache, the token list
+  DeviceSampler sampler;
+  int *staging,
+      *sampled;         // pinned, a part per step in flight: what goes up, what comes back [slots]
+  size_t staging_ints;  // one part of staging: token lists, block table, sampler
+  cudaEvent_t base, end[IN_FLIGHT];
+  double base_time;  // when `base` happened, on now()'s clock
+  Batch last;        // the decode step before, if the device has moved its list on by itself
+  StepGraph graphs[MAX_GRAPHS];
+  int n_graphs;
+} Gpu;
+
+template <typename... P, typename... A>
+static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                   A... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = g->stream;
+  cudaLaunchAttribute dependent;
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &dependent;
+  config.numAttrs = g->device->dependent_launch ? 1 : 0;
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
+}
+
+static int ceil_div(int a, int b) {
+  return (a + b - 1) / b;
+}
+
+// In how many pieces k is summed: enough warps for a large GPU when one warp takes 16 rows, at
+// least 128 k's each. From the matrix alone, never from the device or the batch: it decides the
+// bits of the result.
+static int matrix_slices(int n, int k) {
+  int slices = 1;
+  while (slices < MAX_SLICES && ceil_div(n, TILE_ROWS) * slices < 1024 && k / TILE_K >= 8 * slices)
+    slices *= 2;
+  return slices;
+}
+
+template <Output MODE, bool SLICED, int ROWS, int TOKENS, int WARP_ROWS, int WARP_TOKENS,
+          int STAGES>
+static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                        int z) {
+  auto kernel = matmul_tile_kernel<MODE, SLICED, ROWS, TOKENS, WARP_ROWS, WARP_TOKENS, STAGES>;
+  size_t shared = STAGES * STAGE_TILES * (ROWS + TOKENS) * TILE_K * sizeof(half);
+  static bool configured;  // more than 48 KB of shared memory must be asked for, once
+  if (!configured)
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+  configured = true;
+  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, ROWS), z);
+  launch(g, kernel, grid, ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP, shared, out, x, *m,
+         n_tokens);
+}
+
+// Tile shapes by number of tokens, pipeline depth by the shared memory a block may have: 227 KB on
+// Hopper, 163 on A100, 99 on other Ampere and Ada cards, 64 on Turing, where one shape must do for
+// all. Depth is what small batches live on: at 64 tokens on an H200 a step takes 1,755 us with 3
+// stages, 1,475 with 4, 1,430 with 6.
+template <Output MODE>
+static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                         int z) {
+  constexpr bool SLICED = MODE == OUT_FLOAT;
+  int kb = g->device->shared_bytes / 1024;
+  if (kb < 99) return launch_tile<MODE, SLICED, 128, 32, 32, 32, 3>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 16 && kb >= 150)
+    return launch_tile<MODE, SLICED, 128, 16, 32, 16, 8>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 32)
+    return launch_tile<MODE, SLICED, 128, 32, 32, 32, 4>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 64 && kb >= 150)
+    return launch_tile<MODE, SLICED, 128, 64, 32, 64, 6>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 64)
+    return launch_tile<MODE, SLICED, 128, 64, 32, 64, 4>(g, out, x, m, n_tokens, z);
+  if (m->slices > 1) return launch_tile<MODE, true, 128, 128, 32, 64, 3>(g, out, x, m, n_tokens, z);
+  return launch_tile<MODE, false, 128, 128, 64, 64, 3>(g, out, x, m, n_tokens, z);
+}
+
+// Blocks of the third grid dimension: one per slice when a block per 128 rows and 128 tokens would
+// leave multiprocessors idle.
+static int tile_slices(const Device* d, const Matrix* m, int n_tokens) {
+  return ceil_div(m->n, 128) * ceil_div(n_tokens, 128) < d->sms ? m->slices : 1;
+}
+
+// Up to 8 tokens: with what comes before and after fused in.
+template <Output MODE, bool NORM>
+static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens,
+                          int layer) {
+  auto kernel = matmul_skinny_kernel<MODE, NORM>;
+  size_t shared = NORM ? (size_t)n_tokens * m->k * sizeof(half) : 0;
+  static bool configured;
+  if (!configured)
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    g->device->shared_bytes - 8192));
+  configured = true;
+  QkvTarget qkv = g->qkv;
+  qkv.kv.layer = layer;
+  int blocks = ceil_div(ceil_div(m->n, TILE_ROWS), SKINNY_WARPS / m->slices);
+  launch(g, kernel, dim3(blocks), SKINNY_WARPS * WARP, shared, out, qkv, in, *m, n_tokens);
+}
+
+// out = x . w^T, perhaps in unsummed slices.
+template <Output MODE>
+static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens) {
+  int outputs = MODE == OUT_SWIGLU ? m->n / 2 : m->n, z = 1;
+  SkinnyInput in = {x, NULL, NULL, NULL, 0};
+  if (g->matmul == MATMUL_NAIVE) {
+    launch(g, matmul_rows_kernel<1>, dim3(ceil_div(outputs, 256), n_tokens), 256, 0, out, MODE, x,
+           *m);
+  } else if (g->matmul == MATMUL_GEMV) {
+    launch(g, matmul_rows_kernel<WARP>, dim3(ceil_div(outputs, 8), n_tokens), 8 * WARP, 0, out,
+           MODE, x, *m);
+  } else if (n_tokens <= SKINNY_TOKENS) {
+    matmul_skinny<MODE, false>(g, out, in, m, n_tokens, 0);
+  } else {
+    z = tile_slices(g->device, m, n_tokens);
+    launch_tiles<MODE>(g, out, x, m, n_tokens, z);
+  }
+  Unsummed u = {(const float*)out, z, (size_t)n_tokens * m->n};
+  return u;
+}
+
+template <int K>
+static void launch_attention(const Gpu* g, int runs, int splits, DeviceKV kv) {
+  int parts = ceil_div(kv.heads / kv.kv_heads, TILE_ROWS);
+  launch(g, attention_kernel<K>, dim3(runs, kv.kv_heads * parts, splits), ATTENTION_WARPS * WARP, 0,
+         g->att, (const half*)g->qkv.q, kv, g->qkv.batch, g->partial, g->arrived);
+}
+
+static void attention(const Gpu* g, int head_dim, int runs, int splits, DeviceKV kv) {
+  if (head_dim == 32) return launch_attention<32>(g, runs, splits, kv);
+  if (head_dim == 64) return launch_attention<64>(g, runs, splits, kv);
+  if (head_dim == 80) return launch_attention<80>(g, runs, splits, kv);
+  if (head_dim == 96) return launch_attention<96>(g, runs, splits, kv);
+  if (head_dim == 128) return launch_attention<128>(g, runs, splits, kv);
+  die("no attention kernel for head width %d: 32, 64, 80, 96 and 128 exist", head_dim);
+}
+
+static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
+                     const int* row) {
+  launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
+         c->norm_eps);
+}
+
+// Queues one forward pass and the sampling of R rows for the token list on the device. Twin:
+// forward_cpu.
+static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, bool advance) {
+  const Config* c = &e->w->config;
+  const Gpu* g = e->gpu;
+  QkvTarget qkv = g->qkv;
+  int pairs = (c->n_heads + 2 * c->n_kv_heads) * c->head_dim / 2;
+  Unsummed y = {NULL, 0, 0};
+  bool few = g->matmul == MATMUL_MMA && T <= SKINNY_TOKENS &&
+             (size_t)T * c->dim * sizeof(half) + 8192 <= (size_t)g->device->shared_bytes;
+  SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0},
+              norm = {NULL, g->x, NULL, NULL, c->norm_eps};
+  launch(g, embed_kernel, dim3(T), 256, 0, g->x, (const half*)e->w->embed.w, qkv.batch,
+         (const int*)g->sampler.sampled, c->dim, g->matmul == MATMUL_MMA);
+  for (int layer = 0; layer < c->n_layers; layer++) {
+    const Layer* l = &e->w->layers[layer];
+    qkv.kv.layer = layer;
+    if (few) {
+      norm.weight = l->attn_norm;
+      matmul_skinny<OUT_QKV, true>(g, NULL, norm, &l->qkv, T, layer);
+      attention(g, c->head_dim, runs, splits, qkv.kv);
+      matmul_skinny<OUT_RESIDUAL, false>(g, g->x, att, &l->o, T, layer);
+      norm.weight = l->mlp_norm;
+      matmul_skinny<OUT_SWIGLU, true>(g, g->hidden, norm, &l->gate_up, T, layer);
+      matmul_skinny<OUT_RESIDUAL, false>(g, g->x, hidden, &l->down, T, layer);
+      continue;
+    }
+    add_norm(g, c, T, y, l->attn_norm, NULL);
+    y = matmul<OUT_FLOAT>(g, g->y, g->normed, &l->qkv, T);
+    launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, y);
+    attention(g, c->head_dim, runs, splits, qkv.kv);
+    y = matmul<OUT_FLOAT>(g, g->y, g->att, &l->o, T);
+    add_norm(g, c, T, y, l->mlp_norm, NULL);
+    matmul<OUT_SWIGLU>(g, g->hidden, g->normed, &l->gate_up, T);
+    y = matmul<OUT_FLOAT>(g, g->y, g->hidden, &l->down, T);
+  }
+  if (R == 0) return;
+  norm.weight = e->w->final_norm;
+  norm.row = qkv.batch.row;
+  if (few) {
+    matmul_skinny<OUT_FLOAT, true>(g, g->logits, norm, &e->w->head, R, 0);
+  } else {
+    add_norm(g, c, R, y, e->w->final_norm, qkv.batch.row);
+    matmul<OUT_FLOAT>(g, g->logits, g->normed, &e->w->head, R);
+  }
+  launch(g, sample_kernel, dim3(WARP, R), 256, 0, g->best, (const float*)g->logits, qkv.batch,
+         g->sampler, c->vocab_size);
+  launch(g, sample_finish_kernel, dim3(R), WARP, 0, (const Candidate*)g->best, qkv.batch,
+         g->sampler, advance);
+}
+
+static void replay_decode(Engine* e, int n_tokens, int splits) {
+  Gpu* g = e->gpu;
+  int i = 0;
+  while (i < g->n_graphs && (g->graphs[i].n_tokens != n_tokens || g->graphs[i].splits != splits))
+    i++;
+  if (i == MAX_GRAPHS) {
+    CUDA_CHECK(cudaStreamSynchronize(g->stream));
+    for (i = 0; i < MAX_GRAPHS; i++) CUDA_CHECK(cudaGraphExecDestroy(g->graphs[i].exec));
+    g->n_graphs = i = 0;
+  }
+  if (i == g->n_graphs) {
+    cudaGraph_t graph;
+    CUDA_CHECK(cudaStreamBeginCapture(g->stream, cudaStreamCaptureModeThreadLocal));
+    gpu_forward(e, n_tokens, n_tokens, n_tokens, splits, true);
+    CUDA_CHECK(cudaStreamEndCapture(g->stream, &graph));
+    CUDA_CHECK(cudaGraphInstantiate(&g->graphs[i].exec, graph, 0));
+    CUDA_CHECK(cudaGraphDestroy(graph));
+    g->graphs[i].n_tokens = n_tokens;
+    g->graphs[i].splits = splits;
+    g->n_graphs++;
+  }
+  CUDA_CHECK(cudaGraphLaunch(g->graphs[i].exec, g->stream));
+}
+
+// Attention runs: neighbouring tokens of a slot, as many as fit 16 query rows with their heads.
+// Returns how many.
+static int find_runs(const Config* c, const Batch* b, int4* run) {
+  int most = TILE_ROWS / (c->n_heads / c->n_kv_heads), n = 0;
+  for (int t = 0; t < b->n_tokens; t++) {
+    if (n > 0 && b->slot[t] == run[n - 1].z && run[n - 1].y < most) {
+      run[n - 1].y++;
+    } else {
+      run[n++] = make_int4(t, 1, b->slot[t], b->pos[t]);
+    }
+  }
+  return n;
+}
+
+// The same sequences one position on: the device has moved its list on by itself
+// (sample_finish_kernel).
+static bool device_has_it(const Gpu* g, const Batch* b) {
+  if (g->last.n_tokens != b->n_tokens || b->n_rows != b->n_tokens) return false;
+  for (int t = 0; t < b->n_tokens; t++) {
+    bool same = b->id[t] < 0 && b->slot[t] == g->last.slot[t] && b->pos[t] == g->last.pos[t] + 1 &&
+                b->row[t] == t;
+    if (!same) return false;
+  }
+  return true;
+}
+
+// Copies a token list, padded to T tokens, to the device. Returns the number of attention runs.
+static int upload_batch(Engine* e, const Batch* b, int T, bool decode, int* staging) {
+  Gpu* g = e->gpu;
+  int max = e->size.max_tokens, n = b->n_tokens, R = b->n_rows;
+  int4* run = (int4*)staging;
+  int *id = staging + 4 * max, *pos = id + max, *slot = pos + max, *row = slot + max;
+  for (int t = 0; t < T; t++) {
+    id[t] = t < n ? b->id[t] : 0;
+    pos[t] = t < n ? b->pos[t] : 0;
+    slot[t] = t < n ? b->slot[t] : -1;
+  }
+  for (int r = 0; r < (decode ? T : R); r++)
+    row[r] = r < R ? b->row[r] : r;  // padding: its own token, slot -1
+  int runs = find_runs(&e->w->config, b, run);
+  for (; runs < T && decode; runs++) run[runs] = make_int4(runs, 0, -1, 0);
+  size_t pitch = max * sizeof(int);  // the first T of each list
+  CUDA_CHECK(cudaMemcpyAsync(g->qkv.batch.run, run, runs * sizeof(int4), cudaMemcpyHostToDevice,
+                             g->stream));
+  CUDA_CHECK(cudaMemcpy2DAsync(g->qkv.batch.id, pitch, id, pitch, T * sizeof(int), 4,
+                               cudaMemcpyHostToDevice, g->stream));
+  return runs;
+}
+
+static void upload_tables(Engine* e, int* staging) {
+  Gpu* g = e->gpu;
+  size_t ints = (size_t)e->size.max_slots * e->blocks.max_blocks, slots = e->size.max_slots;
+  if (e->blocks.changed) {
+    memcpy(staging, e->blocks.table, ints * sizeof(int));
+    CUDA_CHECK(cudaMemcpyAsync(g->qkv.batch.table, staging, ints * sizeof(int),
+                               cudaMemcpyHostToDevice, g->stream));
+  }
+  if (e->sampler_changed) {
+    memcpy(staging + ints, e->seed, slots * sizeof(int));
+    memcpy(staging + ints + slots, e->temperature, slots * sizeof(float));
+    CUDA_CHECK(cudaMemcpyAsync(g->sampler.seed, staging + ints, slots * sizeof(int),
+                               cudaMemcpyHostToDevice, g->stream));
+    CUDA_CHECK(cudaMemcpyAsync(g->sampler.temperature, staging + ints + slots,
+                               slots * sizeof(float), cudaMemcpyHostToDevice, g->stream));
+  }
+  e->blocks.changed = e->sampler_changed = false;
+}
+
+static void gpu_submit(Engine* e, const Batch* b, Step* s) {
+  Gpu* g = e->gpu;
+  const Config* c = &e->w->config;
+  int which = (int)(s - e->step), T = b->n_tokens, last_pos = 0;
+  bool decode = b->n_rows == b->n_tokens;
+  for (int t = 0; t < T; t++) {
+    decode = decode && b->id[t] < 0;
+    last_pos = b->pos[t] > last_pos ? b->pos[t] : last_pos;
+  }
+  if (decode && graph_size(T) <= e->size.max_tokens) T = graph_size(T);
+  int* staging =
+      g->staging + which * g->staging_ints;  // free again: the step that used it was collected
+  upload_tables(e, staging + (size_t)BATCH_INTS * e->size.max_tokens);
+  int runs = T;
+  if (!decode || !device_has_it(g, b)) runs = upload_batch(e, b, T, decode, staging);
+  int parts = ceil_div(c->n_heads / c->n_kv_heads, TILE_ROWS),
+      blocks = runs * c->n_kv_heads * parts;
+  int splits = blocks < 2 * g->device->sms ? last_pos / SPLIT + 1 : 1;
+  if (decode) replay_decode(e, T, splits);
+  if (!decode) gpu_forward(e, T, b->n_rows, runs, splits, false);
+  g->last.n_tokens = decode ? b->n_tokens : 0;
+  for (int t = 0; t < g->last.n_tokens; t++) {
+    g->last.slot[t] = b->slot[t];
+    g->last.pos[t] = b->pos[t];
+  }
+  CUDA_CHECK(cudaMemcpyAsync(g->sampled + (size_t)which * e->size.max_slots, g->sampler.sampled,
+                             e->size.max_slots * sizeof(int), cudaMemcpyDeviceToHost, g->stream));
+  CUDA_CHECK(cudaEventRecord(g->end[which], g->stream));
+}
+
+static void gpu_collect(Engine* e, Step* s) {
+  Gpu* g = e->gpu;
+  int which = (int)(s - e->step);
+  float ms;
+  CUDA_CHECK(cudaEventSynchronize(g->end[which]));
+  CUDA_CHECK(cudaEventElapsedTime(&ms, g->base, g->end[which]));
+  s->end = g->base_time + 1e-3 * ms;
+  for (int r = 0; r < s->n_rows; r++)
+    s->tokens[r] = g->sampled[(size_t)which * e->size.max_slots + s->slot[r]];
+}
+
+// Working memory for steps of at most max_tokens tokens and max_slots rows.
+static bool gpu_work_alloc(Engine* e) {
+  Gpu* g = e->gpu;
+  const Config* c = &e->w->config;
+  const Layer* l = &e->w->layers[0];
+  size_t T = e->size.max_tokens, R = graph_size(e->size.max_slots), y = 0, split_rows;
+  const Matrix* unsummed[] = {&l->qkv, &l->o, &l->down};
+  for (int i = 0; i < 3;
+       i++) {  // most floats in y: all tokens summed, or as many as tile_slices leaves in slices
+    const Matrix* m = unsummed[i];
+    size_t sliced = (size_t)g->device->sms * 128 * 128 * m->slices;
+    if (sliced > T * m->n * m->slices) sliced = T * m->n * m->slices;
+    y = sliced > y ? sliced : y;
+    y = T * m->n > y ? T * m->n : y;
+  }
+  split_rows =
+      2 * g->device->sms / c->n_kv_heads + 1;  // runs that attention splits: see gpu_submit
+  split_rows *= TILE_ROWS * c->n_kv_heads;
+  size_t splits = e->size.max_positions / SPLIT + 1, lists = BATCH_INTS * T;
+  size_t table = (size_t)e->size.max_slots * e->blocks.max_blocks;
+  if (splits == 1) split_rows = 1;
+  struct {
+    void** p;
+    size_t bytes;
+  } parts[] = {
+      {(void**)&g->x, T * c->dim * sizeof(float)},
+      {(void**)&g->y, y * sizeof(float)},
+      {(void**)&g->logits, R * c->vocab_size * sizeof(float)},
+      {(void**)&g->partial, split_rows * splits * (c->head_dim + 2) * sizeof(float)},
+      {(void**)&g->normed, (T > R ? T : R) * c->dim * sizeof(half)},
+      {(void**)&g->qkv.q, T * c->n_heads * key_width(c->head_dim) * sizeof(half)},
+      {(void**)&g->att, T * c->n_heads * c->head_dim * sizeof(half)},
+      {(void**)&g->hidden, T * c->hidden_dim * sizeof(half)},
+      {(void**)&g->arrived, T * c->n_heads * sizeof(int)},
+      {(void**)&g->best, R * WARP * sizeof(Candidate)},
+      {(void**)&g->qkv.batch.run, lists * sizeof(int)},
+      {(void**)&g->qkv.batch.table, table * sizeof(int)},
+      {(void**)&g->sampler.sampled, e->size.max_slots * sizeof(int)},
+      {(void**)&g->sampler.seed, e->size.max_slots * sizeof(int)},
+      {(void**)&g->sampler.temperature, e->size.max_slots * sizeof(float)},
+  };
+  for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
+    *parts[i].p = device_alloc(e->device, MEM_WORK, parts[i].bytes);
+    if (!*parts[i].p) return false;
+  }
+  g->qkv.batch.id = (int*)(g->qkv.batch.run + T);
+  g->qkv.batch.pos = g->qkv.batch.id + T;
+  g->qkv.batch.slot = g->qkv.batch.pos + T;
+  g->qkv.batch.row = g->qkv.batch.slot + T;
+  g->staging_ints = (lists + table + 2 * e->size.max_slots + 3) / 4 * 4;  // runs are 16 bytes
+  return true;
+}
+
+static bool gpu_engine_open(Engine* e) {
+  const Config* c = &e->w->config;
+  Gpu* g = e->gpu = (Gpu*)xcalloc(1, sizeof *g);
+  g->device = e->device;
+  g->matmul = e->w->matmul;
+  CUDA_CHECK(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
+  CUDA_CHECK(cudaEventCreate(&g->base));
+  for (int i = 0; i < IN_FLIGHT; i++) CUDA_CHECK(cudaEventCreate(&g->end[i]));
+  if (!gpu_work_alloc(e)) return false;
+  g->last.slot = (int*)xcalloc(e->size.max_slots, sizeof(int));
+  g->last.pos = (int*)xcalloc(e->size.max_slots, sizeof(int));
+  CUDA_CHECK(cudaMallocHost((void**)&g->staging, IN_FLIGHT * g->staging_ints * sizeof(int)));
+  CUDA_CHECK(cudaMallocHost((void**)&g->sampled, IN_FLIGHT * e->size.max_slots * sizeof(int)));
+  const KVCache* kv = &e->kv;
+  g->qkv.kv = {
+      (half*)kv->k, (half*)kv->v, kv->n_blocks, kv->max_blocks, c->n_heads, c->n_kv_heads, 0};
+  g->qkv.angles = (const float2*)e->w->rope;
+  g->qkv.head_dim = c->head_dim;
+  CUDA_CHECK(cudaDeviceSynchronize());
+  CUDA_CHECK(cudaEventRecord(g->base, g->stream));
+  CUDA_CHECK(cudaEventSynchronize(g->base));
+  g->base_time = now();
+  return true;
+}
+
+static void gpu_engine_close(Engine* e) {
+  Gpu* g = e->gpu;
+  if (!g) return;
+  CUDA_CHECK(cudaStreamSynchronize(g->stream));
+  for (int i = 0; i < g->n_graphs; i++) CUDA_CHECK(cudaGraphExecDestroy(g->graphs[i].exec));
+  for (int i = 0; i < IN_FLIGHT; i++) CUDA_CHECK(cudaEventDestroy(g->end[i]));
+  CUDA_CHECK(cudaEventDestroy(g->base));
+  CUDA_CHECK(cudaFreeHost(g->staging));
+  CUDA_CHECK(cudaFreeHost(g->sampled));
+  CUDA_CHECK(cudaStreamDestroy(g->stream));
+  free(g->last.slot);
+  free(g->last.pos);
+  free(g);
+}
+
+// The last step's logits, [R, V]: for tests and for whoever wants to look.
+static void gpu_copy_logits(Engine* e, int rows, float* out) {
+  CUDA_CHECK(cudaStreamSynchronize(e->gpu->stream));
+  CUDA_CHECK(cudaMemcpy(out, e->gpu->logits, (size_t)rows * e->w->config.vocab_size * sizeof(float),
+                        cudaMemcpyDeviceToHost));
+}
+
+// Fills rows of a matrix on the device: a seeded tensor is drawn there, a stored one goes up in
+// chunks and is packed there.
+static bool gpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
+  const size_t chunk_bytes = (size_t)64 << 20;
+  size_t row_bytes = (size_t)from->cols * (from->dtype == DT_F32 ? 4 : 2);
+  int most = from->data ? (int)(chunk_bytes / row_bytes) : from->rows;
+  if (most < 1) most = 1;
+  void* staging = from->data ? gpu_alloc(most * row_bytes) : NULL;
+  if (from->data && !staging) return false;
+  for (int row = 0; row < from->rows; row += most) {
+    int rows = from->rows - row < most ? from->rows - row : most;
+    Tensor part = *from;
+    if (from->data) {
+      CUDA_CHECK(cudaMemcpy(staging, (const char*)from->data + row * row_bytes, rows * row_bytes,
+                            cudaMemcpyHostToDevice));
+      part.data = staging;
+    }
+    size_t n = (size_t)rows * from->cols;
+    pack_kernel<<<(unsigned)((n + 255) / 256), 256>>>((half*)m->w, part, map, row, rows, m->k,
+                                                      packed);
+    CUDA_CHECK(cudaGetLastError());
+  }
+  CUDA_CHECK(cudaDeviceSynchronize());
+  if (staging) gpu_free(staging);
+  return true;
+}
+
+static void gpu_upload(void* to, const void* from, size_t bytes) {
+  CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+}
+
+static const Backend gpu_backend = {
+    gpu_open,        gpu_probe_bandwidth, gpu_probe_rate, gpu_used,     gpu_alloc,       gpu_free,
+    gpu_upload,      MAX_BLOCK_ROWS,      TILE_K,         sizeof(half), matrix_slices,   gpu_fill,
+    gpu_engine_open, gpu_engine_close,    gpu_submit,     gpu_collect,  gpu_copy_logits,
+};
+
+static const Backend* cuda_backend = &gpu_backend;
