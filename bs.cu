@@ -86,6 +86,52 @@ typedef struct {  // everything a plot needs
   double bandwidth, rate;  // probed ceilings: bytes/s, FLOP/s; 0 = unknown
 } SweepReport;
 
+typedef enum { POLICY_STATIC, POLICY_BUCKETED, POLICY_CONTINUOUS, N_POLICIES } Policy;
+
+typedef struct {  // one stay of a request in a slot; a preempted request has several
+  int slot, request;
+  int batch;           // number of the static batch; -1 = continuous
+  int prompt, padded;  // prompt tokens computed, without and with padding
+  double start;        // seconds after the run's start: got its slot
+  double first;        // first token of this stay; NaN = none
+  double finish;       // its last own token, or the preemption
+  double release;      // the slot was free again: static: end of the batch; else = finish
+  bool preempted;
+} Span;
+
+typedef struct {  // a line of compare.csv
+  Policy policy;
+  int requests, completed, rejected, timed_out, preemptions, slots;
+  double duration_s;  // first arrival to last finish
+  double output_tok_s, request_per_s;
+  double goodput_req_s;  // NaN without an SLO
+  Percentiles ttft, tpot, itl, e2e;
+  double occupancy_pct;  // share of slots x duration that work for an unfinished request
+  double padding_pct;    // share of computed tokens that nobody wanted
+  double kv_unused_pct;  // share of reserved KV positions that never held a request's token
+  const Span* spans;     // by start
+  int n_spans;
+  const double *ttft_ms, *e2e_ms;  // ascending, ttft.n and e2e.n of them
+} PolicyResult;
+
+typedef struct {  // one spread of output lengths
+  char name[48];
+  double cv;  // standard deviation / mean
+  double static_tok_s, continuous_tok_s;
+  double ideal;  // longest of a batch / mean, from the lengths alone: what static batching wastes
+} VariancePoint;
+
+typedef struct {
+  const PolicyResult* results;
+  int n_results;
+  const VariancePoint* points;
+  int n_points;
+  double slo_ttft_ms, slo_tpot_ms;  // 0 = none
+  int percentile;
+  const char *model, *device, *workload;
+  bool simulated;
+} CompareReport;
+
 // Three of the four parts of memory; the fourth is the rest.
 typedef enum { MEM_WEIGHTS, MEM_KV, MEM_WORK, N_MEM } MemTag;
 typedef struct Device Device;
