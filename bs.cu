@@ -87,6 +87,7 @@ typedef struct {  // everything a plot needs
 } SweepReport;
 
 typedef enum { POLICY_STATIC, POLICY_BUCKETED, POLICY_CONTINUOUS, N_POLICIES } Policy;
+static const char* const policy_names[] = {"static", "bucketed", "continuous"};
 
 typedef struct {  // one stay of a request in a slot; a preempted request has several
   int slot, request;
@@ -157,6 +158,8 @@ typedef struct {
   void (*engine_close)(Engine* e);
   void (*submit)(Engine* e, const Batch* b, Step* s);
   void (*collect)(Engine* e, Step* s);
+  double (*clock)(Engine* e);             // seconds; a simulated device has a clock of its own
+  void (*wait)(Engine* e, double until);  // on that clock; may return early
   void (*logits)(Engine* e, int rows,
                  float* out);  // [R, V] of the last step: for tests and the curious
 } Backend;
@@ -353,19 +356,26 @@ static void device_close(Device* d) {
 }
 // ---- Requests: what a client asks for, and where it stands.
 
+typedef enum { QUEUED, RUNNING, FINISHED, REJECTED, TIMED_OUT } Status;
+
 typedef struct {
   int n_prompt, max_new;
-  int n_given;   // tokens the host hands over; the rest is known on the device first
-  int* tokens;   // [n_prompt + max_new] the prompt, then what was generated
-  double* time;  // [max_new] when each new token was there, seconds on now()'s clock
-  double arrival;
+  int* tokens;        // [n_prompt + max_new] the prompt, then what was generated
+  double* time;       // [max_new] when each new token was there, seconds on the device's clock
+  double arrival;     // seconds after the run's start
   uint32_t seed;      // of its sampling noise
   float temperature;  // 0 = greedy
-  int slot;           // place in the running batch; -1 = not running
-  int n_cached;       // positions whose KV is in the cache or on its way there
-  int n_ordered;     // new tokens asked of the device; those not yet collected are known only there
-  int n_new;         // new tokens collected
-  bool done, ended;  // ended: by the model's own end token
+  Status status;      // QUEUED: waits, has not arrived yet, or was preempted
+  int slot;           // place in the running batch; -1 = none
+  int n_given;    // tokens that the host hands over: the prompt and, after a preemption, the rest
+  int n_read;     // n_given, or with padding the longest prompt of its static batch
+  bool reading;   // not all of n_read is computed yet
+  int n_cached;   // positions whose KV is in the cache or on its way there
+  int n_ordered;  // new tokens asked of the device; those not yet collected are known only there
+  int n_new;      // new tokens collected
+  bool ended;     // by the model's own end token
+  int preemptions;
+  int span;  // its latest stay in a slot
 } Request;
 
 // ---- The KV cache in blocks of 16 tokens, a block table per slot (PagedAttention, Kwon et al.
@@ -376,10 +386,15 @@ typedef struct {
   int n_blocks, max_blocks, n_slots;  // in all; of one slot; slots
   int* free_list;                     // stack of blocks nobody holds
   int n_free;
-  int* held;     // [slots] blocks of each slot
-  int* table;    // [slots, max_blocks]
-  bool changed;  // since the device last saw the table
+  int* held;        // [slots] blocks of each slot
+  int* table;       // [slots, max_blocks]
+  bool changed;     // since the device last saw the table
+  long fail_after;  // tests: the growth after this many is refused; -1 = none is
 } BlockTable;
+
+static int blocks_for(int n_tokens) {
+  return (n_tokens + KV_BLOCK - 1) / KV_BLOCK;
+}
 
 static void blocks_init(BlockTable* b, int n_blocks, int max_blocks, int n_slots) {
   memset(b, 0, sizeof *b);
@@ -391,6 +406,7 @@ static void blocks_init(BlockTable* b, int n_blocks, int max_blocks, int n_slots
   b->table = (int*)xcalloc((size_t)n_slots * max_blocks, sizeof(int));
   for (int i = 0; i < n_blocks; i++) b->free_list[i] = n_blocks - 1 - i;
   b->changed = true;
+  b->fail_after = -1;
 }
 
 static void blocks_free(BlockTable* b) {
@@ -403,8 +419,9 @@ static void blocks_free(BlockTable* b) {
 // Makes room for positions 0 .. n_tokens - 1 of a slot. False (and nothing taken) when too few
 // blocks are free.
 static bool blocks_grow(BlockTable* b, int slot, int n_tokens) {
-  int need = (n_tokens + KV_BLOCK - 1) / KV_BLOCK;
+  int need = blocks_for(n_tokens);
   if (need > b->max_blocks || need - b->held[slot] > b->n_free) return false;
+  if (need > b->held[slot] && b->fail_after >= 0 && b->fail_after-- == 0) return false;
   while (b->held[slot] < need) {
     b->table[(size_t)slot * b->max_blocks + b->held[slot]++] = b->free_list[--b->n_free];
     b->changed = true;
@@ -426,7 +443,7 @@ static size_t kv_bytes_per_token(const Config* c, int kv_size) {  // kv_size: by
 // tokens. Only the tokens come back: the next step already finds them on the device (id -1), so the
 // host can run ahead and never stands in the way.
 
-enum { IN_FLIGHT = 4 };
+enum { IN_FLIGHT = 2 };
 static const double GIB = 1073741824.0, MIB = 1048576.0;
 
 // Batch sizes that a recorded step exists for; a smaller batch is padded (GPU). Exact up to 8
@@ -469,8 +486,8 @@ struct Engine {
 
 static void engine_kv_bytes(const Device* d, const Config* c, EngineSize s, size_t* k_bytes,
                             size_t* v_bytes) {
-  size_t blocks = s.n_blocks ? (size_t)s.n_blocks
-                             : (size_t)s.max_slots * ((s.max_positions + KV_BLOCK - 1) / KV_BLOCK);
+  size_t blocks =
+      s.n_blocks ? (size_t)s.n_blocks : (size_t)s.max_slots * blocks_for(s.max_positions);
   size_t wide =
       (c->head_dim + d->api->key_multiple - 1) / d->api->key_multiple * d->api->key_multiple;
   size_t rows = blocks * KV_BLOCK * c->n_layers * c->n_kv_heads;
@@ -505,7 +522,7 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
              left / GIB);
     return ROW_SKIPPED;
   }
-  int max_blocks = (size.max_positions + KV_BLOCK - 1) / KV_BLOCK;
+  int max_blocks = blocks_for(size.max_positions);
   blocks_init(&e->blocks, size.n_blocks ? size.n_blocks : size.max_slots * max_blocks, max_blocks,
               size.max_slots);
   e->seed = (uint32_t*)xcalloc(size.max_slots, sizeof *e->seed);
@@ -598,24 +615,299 @@ static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, doubl
   s->flops += w.flops;
 }
 
-// ---- Scheduler: who runs in the next step. Here the fixed batch of an offline job (article 1,
-// section 1): all requests start together, every prompt is read before anyone decodes, nobody
-// leaves before the end.
+// ---- Scheduler: who runs in the next step. Three policies, one mechanism; they differ in admit().
+//
+//   static      a fixed batch (article 1, section 1): waits until it is full, pads all prompts to
+//   the
+//               longest, computes every row until the longest output ends, reserves KV for the
+//               worst
+//   bucketed    the same among requests of similar prompt length (article 1, section 4)
+//   continuous  every step admits into free slots; who is done leaves at once (Yu et al., Orca,
+//   2022;
+//               article 2, section 4.3)
+//
+// Padding and finished rows are really computed: they are the phenomenon.
+
+typedef struct {            // what a server limits; 0 = no limit, except where said
+  int max_batch;            // sequences at once (1 or more)
+  int step_tokens;          // tokens in one step (max_batch or more)
+  int max_input;            // a longer prompt is rejected
+  int max_new;              // a longer output is rejected; static policies reserve this much
+  int total_tokens;         // of prompt + max_new over the requests that run
+  double timeout_s;         // a request that is not done this long after its arrival is dropped
+  double batch_wait_s;      // static, bucketed: longest that an incomplete batch waits for more
+  double kv_watermark_pct;  // continuous: share of the blocks kept free when one is admitted
+} Limits;
 
 typedef struct {
   Request* requests;
-  int n;
-  int step_tokens;  // most tokens in one step
+  int n;  // ascending by arrival
+  Policy policy;
+  Limits limits;
   bool stop_at_eos;
 } Workload;
 
-typedef struct {
+typedef struct {               // of all runs since the caller zeroed it
+  StepTotals prefill, decode;  // steps with a part of a prompt, and without
+  double start, end, busy;     // of the last run, on the device's clock; seconds of all
+  int preemptions, rejected, timed_out;
+  Span* spans;  // for the caller to free
+  int n_spans, cap_spans;
+  double computed, wasted;      // tokens; padding and finished rows among them
+  double kv_reserved, kv_held;  // positions that stays reserved; that held a request's token
+} RunStats;
+
+typedef struct {  // a step between its plan and its results
   Batch batch;
   int* owner;   // [R] which request each row belongs to
-  bool decode;  // one token per sequence and no prompt
+  int group;    // the static batch it belongs to; -1 = continuous
+  bool decode;  // no part of a prompt in it
   Work work;
-  double submitted;
 } Planned;
+
+typedef struct {
+  Engine* e;
+  const Workload* w;
+  RunStats* stats;
+  int* queue;  // requests that wait, in order of arrival
+  int n_queue;
+  int* running;  // requests in slots, in order of admission
+  int n_running;
+  int* free_slots;  // stack
+  int n_free;
+  int* bucket_size;  // requests in the queue, by bucket
+  int n_arrived;     // requests[0 .. n_arrived) have
+  int limit;         // the dynamic batch: how many may run; an out-of-memory lowers it
+  int total;         // prompt + max_new of those that run
+  int longest_new;   // longest output that any request may ask for
+  int n_groups;      // static batches so far
+  int first_span;    // of this run
+  bool together;     // static or bucketed
+} Scheduler;
+
+enum { BUCKET_WIDTH = 128 };  // prompt tokens, as in article 1, section 4
+
+static int bucket_of(const Scheduler* s, const Request* r) {
+  return s->w->policy == POLICY_BUCKETED ? (r->n_prompt - 1) / BUCKET_WIDTH : 0;
+}
+
+// Positions that a request may come to hold. A static batch cannot know an output's length.
+static int worst_case(const Scheduler* s, const Request* r, int n_prompt) {
+  int positions = n_prompt + (s->together ? s->longest_new : r->max_new);
+  return positions < s->e->size.max_positions ? positions : s->e->size.max_positions;
+}
+
+static bool can_ever_run(const Scheduler* s, const Request* r) {
+  const Limits* l = &s->w->limits;
+  int total = r->n_prompt + r->max_new;
+  return (l->max_input == 0 || r->n_prompt <= l->max_input) &&
+         (l->max_new == 0 || r->max_new <= l->max_new) &&
+         (l->total_tokens == 0 || total <= l->total_tokens) && total <= s->e->size.max_positions &&
+         blocks_for(worst_case(s, r, r->n_prompt)) <= s->e->blocks.n_blocks;
+}
+
+static void enqueue(Scheduler* s, int i) {
+  int at = s->n_queue++;
+  for (; at > 0 && s->queue[at - 1] > i; at--) s->queue[at] = s->queue[at - 1];
+  s->queue[at] = i;
+  s->bucket_size[bucket_of(s, &s->w->requests[i])]++;
+}
+
+static Request* dequeue(Scheduler* s, int at) {
+  Request* r = &s->w->requests[s->queue[at]];
+  s->bucket_size[bucket_of(s, r)]--;
+  s->n_queue--;
+  memmove(s->queue + at, s->queue + at + 1, (size_t)(s->n_queue - at) * sizeof(int));
+  return r;
+}
+
+// t: seconds since the run's start, here and below.
+static void arrive(Scheduler* s, double t) {
+  for (; s->n_arrived < s->w->n && s->w->requests[s->n_arrived].arrival <= t; s->n_arrived++) {
+    Request* r = &s->w->requests[s->n_arrived];
+    if (can_ever_run(s, r)) {
+      enqueue(s, s->n_arrived);
+    } else {
+      r->status = REJECTED;
+      s->stats->rejected++;
+    }
+  }
+}
+
+static Span* span_of(Scheduler* s, const Request* r) {
+  return &s->stats->spans[r->span];
+}
+
+static void drop_late(Scheduler* s, double t) {
+  double timeout = s->w->limits.timeout_s;
+  if (timeout <= 0) return;
+  while (s->n_queue > 0 && s->w->requests[s->queue[0]].arrival + timeout < t) {
+    dequeue(s, 0)->status = TIMED_OUT;
+    s->stats->timed_out++;
+  }
+  for (int i = 0; i < s->n_running; i++) {
+    Request* r = &s->w->requests[s->running[i]];
+    if (r->status != RUNNING || r->arrival + timeout >= t) continue;
+    r->status = TIMED_OUT;
+    span_of(s, r)->finish = t;
+    s->stats->timed_out++;
+  }
+}
+
+// Moves a request from the queue to a slot with KV blocks for so many positions. False: the blocks
+// were refused, although they should have been there; then the dynamic batch shrinks to what runs.
+static bool start_request(Scheduler* s, int at, int n_read, int positions, double t) {
+  int i = s->queue[at], slot = s->free_slots[s->n_free - 1];
+  if (!blocks_grow(&s->e->blocks, slot, positions)) {
+    s->limit = s->n_running > 0 ? s->n_running : 1;
+    return false;
+  }
+  Request* r = dequeue(s, at);
+  s->n_free--;
+  s->running[s->n_running++] = i;
+  s->total += r->n_prompt + r->max_new;
+  r->slot = slot;
+  r->status = RUNNING;
+  r->reading = true;
+  r->n_read = n_read;
+  r->n_given = r->n_prompt + r->n_new;
+  r->n_cached = 0;
+  r->n_ordered = r->n_new;
+  engine_set_sampler(s->e, slot, r->seed, r->temperature);
+  RunStats* stats = s->stats;
+  if (stats->n_spans == stats->cap_spans) {
+    stats->cap_spans = stats->cap_spans ? 2 * stats->cap_spans : 256;
+    stats->spans = (Span*)realloc(stats->spans, stats->cap_spans * sizeof(Span));
+    if (!stats->spans) die("out of host memory");
+  }
+  r->span = stats->n_spans++;
+  Span span = {slot, i,    s->together ? s->n_groups : -1, r->n_given, n_read, t, NAN, NAN,
+               NAN,  false};
+  *span_of(s, r) = span;
+  return true;
+}
+
+// Static and bucketed: which bucket may start now: a full one; or, when no more will come or its
+// oldest request has waited long enough, the oldest request's. -1 = none yet.
+static int ready_bucket(const Scheduler* s, double t) {
+  const Request* all = s->w->requests;
+  for (int i = 0; i < s->n_queue; i++) {
+    int bucket = bucket_of(s, &all[s->queue[i]]);
+    if (s->bucket_size[bucket] >= s->limit) return bucket;
+  }
+  if (s->n_queue == 0) return -1;
+  const Request* oldest = &all[s->queue[0]];
+  bool due = s->n_arrived == s->w->n || t >= oldest->arrival + s->w->limits.batch_wait_s;
+  return due ? bucket_of(s, oldest) : -1;
+}
+
+// A whole batch, in order of arrival: as many as fit when each reserves the longest prompt and the
+// longest output.
+static void admit_batch(Scheduler* s, double t) {
+  int bucket = s->n_running > 0 ? -1 : ready_bucket(s, t), n = 0, longest = 0, total = 0,
+      reserve = 0;
+  const Limits* l = &s->w->limits;
+  for (int i = 0; i < s->n_queue && n < s->limit && bucket >= 0; i++) {
+    const Request* r = &s->w->requests[s->queue[i]];
+    if (bucket_of(s, r) != bucket) continue;
+    int prompt = r->n_prompt > longest ? r->n_prompt : longest;
+    int positions = worst_case(s, r, prompt);
+    total += r->n_prompt + r->max_new;
+    if ((n + 1) * blocks_for(positions) > s->e->blocks.n_free) break;
+    if (l->total_tokens > 0 && total > l->total_tokens) break;
+    longest = prompt;
+    reserve = positions;
+    n++;
+  }
+  for (int i = 0; n > 0;) {
+    bool member = bucket_of(s, &s->w->requests[s->queue[i]]) == bucket;
+    if (member && !start_request(s, i, longest, reserve, t)) break;
+    n -= member;
+    i += !member;
+  }
+  if (s->n_running > 0 && bucket >= 0) s->n_groups++;
+}
+
+// THE difference between the policies: who may start in this step.
+static void admit(Scheduler* s, double t) {
+  const Limits* l = &s->w->limits;
+  if (s->together) {
+    admit_batch(s, t);
+    return;
+  }
+  while (s->n_queue > 0 && s->n_running < s->limit && s->n_free > 0) {
+    const Request* r = &s->w->requests[s->queue[0]];
+    int n_read = r->n_prompt + r->n_new, left = s->e->blocks.n_free - blocks_for(n_read + 1);
+    double kept = s->n_running > 0 ? s->e->blocks.n_blocks * l->kv_watermark_pct / 100 : 0;
+    if (left < kept) return;
+    if (l->total_tokens > 0 && s->total + r->n_prompt + r->max_new > l->total_tokens) return;
+    if (!start_request(s, 0, n_read, n_read, t)) return;
+  }
+}
+
+// The slot and its blocks are free again. Results of steps still in flight find their request by
+// number, and steps run in order, so nobody needs to wait for them.
+static void leave(Scheduler* s, int at) {
+  Request* r = &s->w->requests[s->running[at]];
+  int own = r->n_prompt + (r->status == RUNNING ? r->n_ordered : r->n_new) - 1;
+  if (own > r->n_prompt + r->max_new - 1) own = r->n_prompt + r->max_new - 1;
+  s->stats->kv_reserved += s->e->blocks.held[r->slot] * KV_BLOCK;
+  s->stats->kv_held += own < r->n_cached ? own : r->n_cached;
+  blocks_release(&s->e->blocks, r->slot);
+  s->free_slots[s->n_free++] = r->slot;
+  s->total -= r->n_prompt + r->max_new;
+  s->n_running--;
+  memmove(s->running + at, s->running + at + 1, (size_t)(s->n_running - at) * sizeof(int));
+  r->slot = -1;
+}
+
+static bool wants_more(const Request* r) {
+  return r->status == RUNNING && (r->reading || r->n_ordered < r->max_new);
+}
+
+// Who has all it asked for leaves; of a static batch, nobody before everybody has.
+static void retire(Scheduler* s) {
+  bool unfinished = false;
+  for (int i = 0; i < s->n_running; i++) unfinished |= wants_more(&s->w->requests[s->running[i]]);
+  for (int i = s->n_running - 1; i >= 0; i--) {
+    if (s->together ? unfinished : wants_more(&s->w->requests[s->running[i]])) continue;
+    leave(s, i);
+    if (s->limit < s->w->limits.max_batch) s->limit++;
+  }
+}
+
+// The youngest gives up its blocks and will be recomputed, with what it generated as part of its
+// prompt (Kwon et al. 2023, section 4.5). Nothing is retried as it was: the batch is smaller now.
+// PRECONDITION: no steps in flight, so all its tokens are known here.
+static void preempt_youngest(Scheduler* s, double t) {
+  int i = s->running[s->n_running - 1];
+  Request* r = &s->w->requests[i];
+  span_of(s, r)->finish = t;
+  span_of(s, r)->preempted = true;
+  leave(s, s->n_running - 1);
+  r->status = QUEUED;
+  r->preemptions++;
+  s->stats->preemptions++;
+  s->limit = s->n_running > 0 ? s->n_running : 1;
+  enqueue(s, i);
+}
+
+// A place in the cache for the next token of everyone who decodes. False: the steps in flight must
+// be collected first.
+static bool make_room(Scheduler* s, double t, bool in_flight) {
+  for (int i = 0; i < s->n_running;) {
+    Request* r = &s->w->requests[s->running[i]];
+    bool fine = r->reading || !wants_more(r);
+    if (fine || blocks_grow(&s->e->blocks, r->slot, r->n_cached + 1)) {
+      i++;
+    } else if (in_flight) {
+      return false;
+    } else {
+      preempt_youngest(s, t);
+    }
+  }
+  return true;
+}
 
 static void planned_init(Planned* p, int max_tokens, int max_rows) {
   p->batch.id = (int*)xcalloc((size_t)max_tokens * 3 + max_rows, sizeof(int));
@@ -630,108 +922,189 @@ static void planned_free(Planned* p) {
   free(p->owner);
 }
 
-// The next token of request `owner`.
-static void batch_add(Engine* e, Planned* p, Request* r, int owner, bool sample) {
+// The next token of request i: of its prompt, of the padding behind it (any token will do: its
+// place in the cache is overwritten before it is read), or the one that it sampled last.
+static void batch_add(Scheduler* s, Planned* p, int i) {
+  Request* r = &s->w->requests[i];
   Batch* b = &p->batch;
   int pos = r->n_cached++;
-  if (!blocks_grow(&e->blocks, r->slot, r->n_cached))
-    die("the KV pool is smaller than its requests");
-  b->id[b->n_tokens] = pos < r->n_given ? r->tokens[pos] : -1;
+  bool given = pos < r->n_given, sample = r->reading ? pos == r->n_given - 1 : true;
+  bool wasted = r->reading ? !given : !wants_more(r);
+  b->id[b->n_tokens] = given ? r->tokens[pos] : r->reading ? 0 : -1;
   b->pos[b->n_tokens] = pos;
   b->slot[b->n_tokens] = r->slot;
   if (sample) {
     b->row[b->n_rows] = b->n_tokens;
-    p->owner[b->n_rows++] = owner;
+    p->owner[b->n_rows++] = i;
     r->n_ordered++;
   }
   b->n_tokens++;
+  s->stats->computed++;
+  s->stats->wasted += wasted;
+  if (!r->reading || r->n_cached < r->n_read) return;
+  r->reading = false;
+  r->n_cached = r->n_given;
 }
 
-// Fills p with the next step: prompts first, in chunks; once all are read, one token of every
-// sequence that still grows.
-static bool plan_step(Engine* e, const Workload* w, Planned* p) {
-  p->batch.n_tokens = p->batch.n_rows = 0;
-  for (int i = 0; i < w->n && p->batch.n_tokens < w->step_tokens; i++) {
+// Fills p with the next step: a token of everyone who decodes, then prompts, in chunks. A static
+// batch reads all its prompts first, and decodes finished rows too.
+static void plan_step(Scheduler* s, Planned* p) {
+  Batch* b = &p->batch;
+  bool reading = false;
+  b->n_tokens = b->n_rows = 0;
+  for (int i = 0; i < s->n_running; i++) reading |= s->w->requests[s->running[i]].reading;
+  for (int i = 0; i < s->n_running && !(s->together && reading); i++) {
+    const Request* r = &s->w->requests[s->running[i]];
+    bool room = r->n_cached < s->e->blocks.held[r->slot] * KV_BLOCK;
+    if (!r->reading && room) batch_add(s, p, s->running[i]);
+  }
+  p->decode = !reading;
+  p->group = s->together ? s->n_groups - 1 : -1;
+  for (int i = 0; i < s->n_running && reading; i++) {
+    const Request* r = &s->w->requests[s->running[i]];
+    while (r->reading && b->n_tokens < s->w->limits.step_tokens) batch_add(s, p, s->running[i]);
+  }
+}
+// ---- The engine loop: plan, submit, collect. Steps are queued ahead, since the next one does not
+// depend on which tokens the last one sampled - unless one of them may be an end token.
+
+static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
+  RunStats* stats = s->stats;
+  const Config* c = &s->e->w->config;
+  const Step* step = engine_collect(s->e);
+  add_step(p->decode ? &stats->decode : &stats->prefill, s->e->device, p->work, p->batch.n_tokens,
+           step->end - fmax(*previous_end, step->submitted));
+  *previous_end = stats->end = step->end;
+  double t = step->end - stats->start;
+  for (int i = 0; i < step->n_rows; i++) {
+    Request* r = &s->w->requests[p->owner[i]];
+    if (r->status != RUNNING) continue;  // a finished row; a step in flight when the end came
+    r->time[r->n_new] = step->end;
+    r->tokens[r->n_prompt + r->n_new++] = step->tokens[i];
+    for (int j = 0; s->w->stop_at_eos && j < c->n_eos; j++)
+      r->ended |= step->tokens[i] == c->eos[j];
+    if (isnan(span_of(s, r)->first)) span_of(s, r)->first = t;
+    if (!r->ended && r->n_new < r->max_new) continue;
+    r->status = FINISHED;
+    span_of(s, r)->finish = t;
+  }
+  // A static batch answers as one: first tokens are out when its last prompt has been read.
+  for (int i = stats->n_spans - 1; i >= s->first_span && !p->decode && s->together; i--) {
+    Span* span = &stats->spans[i];
+    if (span->batch < p->group) break;
+    if (span->batch > p->group || isnan(span->first)) continue;
+    Request* r = &s->w->requests[span->request];
+    span->first = t;
+    r->time[0] = step->end;
+    if (r->status == FINISHED) span->finish = t;
+  }
+}
+
+// When something will happen by itself: an arrival, an incomplete batch's time, a time-out.
+static double next_event(const Scheduler* s) {
+  const Limits* l = &s->w->limits;
+  double t = s->n_arrived < s->w->n ? s->w->requests[s->n_arrived].arrival : INFINITY;
+  if (s->n_queue == 0) return t;
+  const Request* oldest = &s->w->requests[s->queue[0]];
+  t = s->together ? fmin(t, oldest->arrival + l->batch_wait_s) : 0;
+  if (l->timeout_s > 0) t = fmin(t, nextafter(oldest->arrival + l->timeout_s, INFINITY));
+  return t;
+}
+
+static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats* stats) {
+  memset(s, 0, sizeof *s);
+  s->e = e;
+  s->w = w;
+  s->stats = stats;
+  s->together = w->policy != POLICY_CONTINUOUS;
+  s->limit = w->limits.max_batch;
+  s->n_free = s->limit;
+  s->queue = (int*)xcalloc((size_t)w->n + 2 * (size_t)s->limit, sizeof(int));
+  s->running = s->queue + w->n;
+  s->free_slots = s->running + s->limit;
+  for (int i = 0; i < s->limit; i++) s->free_slots[i] = s->limit - 1 - i;
+  int longest = 0;
+  s->longest_new = w->limits.max_new;
+  for (int i = 0; i < w->n; i++) {
     Request* r = &w->requests[i];
-    while (!r->done && r->n_cached < r->n_given && p->batch.n_tokens < w->step_tokens)
-      batch_add(e, p, r, i, r->n_cached == r->n_given - 1);
+    r->slot = -1;
+    r->status = QUEUED;
+    r->n_new = r->preemptions = 0;
+    r->ended = false;
+    if (r->n_prompt > longest) longest = r->n_prompt;
+    if (w->limits.max_new == 0 && r->max_new > s->longest_new) s->longest_new = r->max_new;
   }
-  p->decode = p->batch.n_tokens == 0;
-  for (int i = 0; i < w->n && p->decode; i++) {
-    Request* r = &w->requests[i];
-    if (!r->done && r->n_ordered < r->max_new) batch_add(e, p, r, i, true);
-  }
-  return p->batch.n_tokens > 0;
+  s->bucket_size = (int*)xcalloc(longest / BUCKET_WIDTH + 1, sizeof(int));
+  s->first_span = stats->n_spans;
+  stats->start = stats->end = e->device->api->clock(e);
 }
 
-// ---- The engine loop: plan, submit, collect. Without an end token to watch for, up to IN_FLIGHT
-// steps are queued ahead.
-
-typedef struct {
-  StepTotals prefill, decode;  // of all runs since the caller zeroed them, as is busy
-  double start, prefill_end, end, busy;
-} RunStats;
-
-static void collect_step(Engine* e, const Workload* w, const Planned* p, RunStats* stats,
-                         double* previous_end) {
-  const Config* c = &e->w->config;
-  const Step* s = engine_collect(e);
-  double begin = fmax(*previous_end, s->submitted);
-  add_step(p->decode ? &stats->decode : &stats->prefill, e->device, p->work, p->batch.n_tokens,
-           s->end - begin);
-  *previous_end = stats->end = s->end;
-  if (!p->decode) stats->prefill_end = s->end;
-  for (int i = 0; i < s->n_rows; i++) {
-    Request* r = &w->requests[p->owner[i]];
-    if (r->done) continue;  // a step that was under way when the end token came
-    r->time[r->n_new] = s->end;
-    r->tokens[r->n_prompt + r->n_new++] = s->tokens[i];
-    for (int j = 0; w->stop_at_eos && j < c->n_eos; j++) r->ended |= s->tokens[i] == c->eos[j];
-    r->done = r->ended || r->n_new == r->max_new;
+// The slots of a static batch are free again when its last output ends; who never finished ends
+// now.
+static void close_spans(const Scheduler* s) {
+  RunStats* stats = s->stats;
+  int first_span = s->first_span;
+  double end = stats->end - stats->start, release = NAN;
+  for (int i = stats->n_spans - 1; i >= first_span; i--) {
+    Span* span = &stats->spans[i];
+    if (isnan(span->finish)) span->finish = end;
+    bool same = i + 1 < stats->n_spans && span->batch >= 0 && span[1].batch == span->batch;
+    release = same ? fmax(release, span->finish) : span->finish;
+    span->release = release;
+  }
+  for (int i = first_span + 1; i < stats->n_spans; i++) {
+    Span* span = &stats->spans[i];
+    bool same = span->batch >= 0 && span->batch == span[-1].batch;
+    if (same) span->release = span[-1].release;
   }
 }
 
-// Runs all requests (at most max_slots) to their end, to the time limit (seconds, for warm-ups) or
-// to Ctrl-C; false if cut short.
+// Runs all requests to their end, to the time limit (seconds, for warm-ups) or to Ctrl-C; false if
+// cut short.
 static bool run_requests(Engine* e, const Workload* w, double time_limit, RunStats* stats) {
+  const Backend* api = e->device->api;
+  Scheduler s;
   Planned planned[IN_FLIGHT];
-  memset(planned, 0, sizeof planned);
-  for (int i = 0; i < IN_FLIGHT; i++)
-    planned_init(&planned[i], w->step_tokens > w->n ? w->step_tokens : w->n, w->n);
-  stats->start = stats->end = now();
-  for (int i = 0; i < w->n; i++) {
-    Request* r = &w->requests[i];
-    r->slot = i;
-    r->arrival = stats->start;
-    r->n_given = r->n_prompt;
-    r->n_cached = r->n_ordered = r->n_new = 0;
-    r->done = r->ended = false;
-    engine_set_sampler(e, i, r->seed, r->temperature);
-  }
   int submitted = 0, collected = 0, depth = w->stop_at_eos ? 1 : IN_FLIGHT;
+  memset(planned, 0, sizeof planned);
+  scheduler_open(&s, e, w, stats);
+  for (int i = 0; i < depth; i++)
+    planned_init(&planned[i], w->limits.step_tokens + w->limits.max_batch, w->limits.max_batch);
   double previous_end = stats->start;
-  bool cut = false, more = true;
-  while (more || collected < submitted) {
-    cut = cut || interrupted || now() - stats->start > time_limit;
-    Planned* p = &planned[submitted % IN_FLIGHT];
-    more = more && !cut && plan_step(e, w, p);
-    if (more) {
-      p->work = count_work(&e->w->config, &p->batch, e->device->api->kv_size);
-      engine_submit(e, &p->batch);
-      submitted++;
+  bool cut = false;
+  for (;;) {
+    double t = api->clock(e) - stats->start;
+    bool in_flight = submitted > collected, more = false;
+    cut = cut || interrupted || t > time_limit;
+    arrive(&s, t);
+    drop_late(&s, t);
+    retire(&s);
+    if (!cut && make_room(&s, t, in_flight)) {
+      Planned* p = &planned[submitted % depth];
+      admit(&s, t);
+      plan_step(&s, p);
+      more = p->batch.n_tokens > 0;
+      if (more) {
+        p->work = count_work(&e->w->config, &p->batch, api->kv_size);
+        engine_submit(e, &p->batch);
+        submitted++;
+      }
     }
-    if (submitted - collected == depth || (!more && collected < submitted))
-      collect_step(e, w, &planned[collected++ % IN_FLIGHT], stats, &previous_end);
+    if (submitted - collected == depth || (in_flight && !more)) {
+      collect_step(&s, &planned[collected++ % depth], &previous_end);
+    } else if (!more && (cut || (s.n_arrived == w->n && s.n_queue + s.n_running == 0))) {
+      break;
+    } else if (!more && s.n_running == 0) {
+      double until = next_event(&s);
+      if (until < INFINITY) api->wait(e, stats->start + until);
+    }
   }
-  for (int i = 0; i < w->n; i++) {
-    Request* r = &w->requests[i];
-    if (r->n_new > 0)
-      r->time[0] =
-          stats->prefill_end;  // a fixed batch answers as one, when its last prompt has been read
-    blocks_release(&e->blocks, r->slot);
-  }
-  for (int i = 0; i < IN_FLIGHT; i++) planned_free(&planned[i]);
+  while (s.n_running > 0) leave(&s, s.n_running - 1);
+  close_spans(&s);
   stats->busy += stats->end - stats->start;
+  for (int i = 0; i < depth; i++) planned_free(&planned[i]);
+  free(s.queue);
+  free(s.bucket_size);
   return !cut;
 }
 
@@ -803,6 +1176,17 @@ static void cpu_collect(Engine* e, Step* s) {
   (void)s;
 }
 
+static double real_clock(Engine* e) {
+  (void)e;
+  return now();
+}
+
+static void real_wait(Engine* e, double until) {
+  double left = fmin(until - real_clock(e), 0.05);  // now and then, look for Ctrl-C
+  struct timespec t = {0, (long)(fmax(left, 0) * 1e9)};
+  nanosleep(&t, NULL);
+}
+
 static void cpu_copy_logits(Engine* e, int rows, float* out) {
   int vocab = e->w->config.vocab_size;
   for (int r = 0; r < rows; r++)
@@ -814,7 +1198,7 @@ static void cpu_copy_logits(Engine* e, int rows, float* out) {
 static const Backend cpu_backend = {
     cpu_open, cpu_probe_bandwidth, cpu_probe_rate, cpu_used, cpu_alloc, free, cpu_upload, PANEL, 1,
     sizeof(float), NULL, cpu_fill, cpu_engine_open, cpu_engine_close, cpu_submit, cpu_collect,
-    cpu_copy_logits};
+    real_clock, real_wait, cpu_copy_logits};
 // clang-format on
 
 #ifdef __CUDACC__
@@ -1464,10 +1848,11 @@ typedef struct {  // latencies of all requests of a row, in ms
   int n, n_tpot, n_itl;
 } Samples;
 
-static void add_samples(Samples* s, const Request* r) {
-  double first = r->time[0], last = r->time[r->n_new - 1];
-  s->ttft[s->n] = 1e3 * (first - r->arrival);
-  s->e2e[s->n++] = 1e3 * (last - r->arrival);
+// start: of the run.
+static void add_samples(Samples* s, const Request* r, double start) {
+  double first = r->time[0], last = r->time[r->n_new - 1], arrival = start + r->arrival;
+  s->ttft[s->n] = 1e3 * (first - arrival);
+  s->e2e[s->n++] = 1e3 * (last - arrival);
   if (r->n_new > 1) s->tpot[s->n_tpot++] = 1e3 * (last - first) / (r->n_new - 1);
   for (int i = 1; i < r->n_new; i++) s->itl[s->n_itl++] = 1e3 * (r->time[i] - r->time[i - 1]);
 }
@@ -1530,21 +1915,25 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
     snprintf(row->reason, sizeof row->reason, "%.159s", err);
     return true;
   }
-  Workload w = {(Request*)xcalloc(batch, sizeof(Request)), batch, size.max_tokens, false};
+  Limits limits = {batch, size.max_tokens, 0, 0, 0, 0, 0, 0};
+  Workload w = {(Request*)xcalloc(batch, sizeof(Request)), batch, POLICY_STATIC, limits, false};
   for (int i = 0; i < batch; i++) make_request(&w.requests[i], c, in, out, (uint32_t)o->seed, i);
   size_t n = (size_t)batch * repeats;
   double* ms = (double*)xcalloc(n * (out + 3), sizeof *ms);
   Samples all = {ms, ms + n, ms + 3 * n, ms + 2 * n, 0, 0, 0};
   double start = now();
-  RunStats stats = {{0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0, 0};
+  RunStats stats;
+  memset(&stats, 0, sizeof stats);
   run_requests(&e, &w, 0.5, &stats);  // warm-up, never counted
+  free(stats.spans);
   memset(&stats, 0, sizeof stats);
   bool whole = !interrupted;
   for (int run = 0; run < repeats && whole; run++) {
     progress(o, batch, run, repeats, start);
     whole = run_requests(&e, &w, INFINITY, &stats);
-    for (int i = 0; i < batch && whole; i++) add_samples(&all, &w.requests[i]);
+    for (int i = 0; i < batch && whole; i++) add_samples(&all, &w.requests[i], stats.start);
   }
+  free(stats.spans);
   progress(o, batch, repeats, repeats, start);
   row->output_tok_s = (double)n * out / stats.busy;
   row->ttft = percentiles_of(all.ttft, all.n);
@@ -1755,7 +2144,8 @@ static int cmd_generate(Session* s, const Options* o) {
         c->name, c->vocab_size);
     return give_up(2, err);
   }
-  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, o->step_tokens, true};
+  Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
+  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true};
   for (int i = 0; i < n; i++) {
     size_t bytes = strlen(prompts[i]);
     if (bytes + out > (size_t)c->max_context) {
@@ -1779,6 +2169,7 @@ static int cmd_generate(Session* s, const Options* o) {
     return give_up(1, err);
   if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
   run_requests(&e, &w, INFINITY, &stats);
+  free(stats.spans);
   for (int i = 0; i < n; i++) print_continuation(&w.requests[i], o->json);
   engine_close(&e);
   free_requests(w.requests, n);
