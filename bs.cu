@@ -87,6 +87,7 @@ typedef struct {  // everything a plot needs
 } SweepReport;
 
 typedef enum { POLICY_STATIC, POLICY_BUCKETED, POLICY_CONTINUOUS, N_POLICIES } Policy;
+static const char* const policy_names[] = {"static", "bucketed", "continuous"};
 
 typedef struct {  // one stay of a request in a slot; a preempted request has several
   int slot, request;
