@@ -647,12 +647,13 @@ typedef struct {
   Policy policy;
   Limits limits;
   bool stop_at_eos;
+  const char* progress;  // shown on a terminal while it runs; NULL = nothing
 } Workload;
 
 typedef struct {               // of all runs since the caller zeroed it
   StepTotals prefill, decode;  // steps with a part of a prompt, and without
   double start, end, busy;     // of the last run, on the device's clock; seconds of all
-  int preemptions, rejected, timed_out;
+  int finished, preemptions, rejected, timed_out;
   Span* spans;  // for the caller to free
   int n_spans, cap_spans;
   double computed, wasted;      // tokens; padding and finished rows among them
@@ -972,6 +973,18 @@ static void plan_step(Scheduler* s, Planned* p) {
 // ---- The engine loop: plan, submit, collect. Steps are queued ahead, since the next one does not
 // depend on which tokens the last one sampled - unless one of them may be an end token.
 
+// A line on a terminal, rewritten: what is done, and how long the rest will take. what NULL: quiet.
+static void progress(const char* what, int done, int of, double start) {
+  static double shown;
+  double t = now();
+  bool over = done >= of;
+  if (what == NULL || !isatty(2) || (t - shown < 0.1 && !over)) return;
+  shown = t;
+  double left = done > 0 ? (t - start) * (of - done) / done : 0;
+  fprintf(stderr, "\r%s: %d of %d, about %.0f s left\033[K", what, done, of, left);
+  if (over) fprintf(stderr, "\r\033[K");
+}
+
 static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
   RunStats* stats = s->stats;
   const Config* c = &s->e->w->config;
@@ -990,6 +1003,7 @@ static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
     if (isnan(span_of(s, r)->first)) span_of(s, r)->first = t;
     if (!r->ended && r->n_new < r->max_new) continue;
     r->status = FINISHED;
+    stats->finished++;
     span_of(s, r)->finish = t;
   }
   // A static batch answers as one: first tokens are out when its last prompt has been read.
@@ -1074,7 +1088,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
   scheduler_open(&s, e, w, stats);
   for (int i = 0; i < depth; i++)
     planned_init(&planned[i], w->limits.step_tokens + w->limits.max_batch, w->limits.max_batch);
-  double previous_end = stats->start;
+  double previous_end = stats->start, began = now();
   bool cut = false;
   for (;;) {
     double t = api->clock(e) - stats->start;
@@ -1096,6 +1110,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
     }
     if (submitted - collected == depth || (in_flight && !more)) {
       collect_step(&s, &planned[collected++ % depth], &previous_end);
+      progress(w->progress, stats->finished, w->n - stats->rejected - stats->timed_out, began);
     } else if (!more && (cut || (s.n_arrived == w->n && s.n_queue + s.n_running == 0))) {
       break;
     } else if (!more && s.n_running == 0) {
@@ -1951,7 +1966,8 @@ static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
                  MOST_TOKENS);
     ++*n;
   }
-  if (ok && (ferror(f) || *n == 0)) ok = file_error(err, path, "no request in it");
+  if (ok && ferror(f)) ok = file_error(err, path, "cannot read: %s", strerror(errno));
+  if (ok && *n == 0) ok = file_error(err, path, "no request in it");
   if (f) fclose(f);
   free(line);
   if (ok) qsort(rows, (size_t)*n, sizeof *rows, compare_trace_rows);
@@ -2009,16 +2025,16 @@ static const Option option_table[] = {
     {"\nWorkload", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
     {"--batches", "1,2,4,...", "", LIST, 0, 1, 32768, CMD_SWEEP, "batch sizes to measure"},
     {"--input-len", "N|DIST", "", LENGTH, AT(input), 1, MOST_TOKENS, CMD_MEASURE,
-     "prompt tokens of a request (CPU 32, GPU 128)"},
+     "prompt tokens (CPU 32, GPU 128; compare: lognormal around it)"},
     {"--output-len", "N|DIST", "", LENGTH, AT(output), 1, MOST_TOKENS, CMD_ALL,
-     "new tokens (CPU 32, GPU 128; compare exp: of it; generate 512)"},
+     "new tokens (CPU 32, GPU 128; compare: exp of it; generate 512)"},
     {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
     {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
      "most prompt tokens in a step (CPU 256, GPU 4096)"},
     {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_ALL, "of random weights, prompts, sampling"},
     {"\nRequests (DIST: uniform:32-512, lognormal:128,1.0, exp:128, each with @longest)", "", "",
      HEADING, 0, 0, 0, CMD_COMPARE, ""},
-    {"--requests", "N", "", INT, AT(n_requests), 0, 1e6, CMD_COMPARE,
+    {"--requests", "N", "", INT, AT(n_requests), 1, 1e6, CMD_COMPARE,
      "how many (CPU 64, GPU 256; a trace: all)"},
     {"--rate", "R|inf", "inf", REAL, AT(rate), 1e-6, 1e9, CMD_COMPARE,
      "arrivals per second; inf: all at once, a trace as recorded"},
@@ -2314,14 +2330,6 @@ static void fill_speed(SweepRow* row, const Device* d, const StepTotals* prefill
   row->bound = find_bound(d, decode);
 }
 
-static void progress(const Options* o, int batch, int done, int of, double start) {
-  if (o->quiet || !isatty(2)) return;
-  double left = done ? (now() - start) * (of - done) / done : 0;
-  fprintf(stderr, "\rB=%-5d run %d of %d, about %.0f s left for this batch \033[K", batch, done, of,
-          left);
-  if (done == of) fprintf(stderr, "\r\033[K");
-}
-
 // Measures one batch size. False: interrupted before the row was complete.
 static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   const Config* c = &s->weights.config;
@@ -2336,11 +2344,14 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
     return true;
   }
   Limits limits = {batch, size.max_tokens, 0, 0, 0, 0, 0, 0};
-  Workload w = {(Request*)xcalloc(batch, sizeof(Request)), batch, POLICY_STATIC, limits, false};
+  Workload w = {
+      (Request*)xcalloc(batch, sizeof(Request)), batch, POLICY_STATIC, limits, false, NULL};
   for (int i = 0; i < batch; i++) make_request(&w.requests[i], c, in, out, (uint32_t)o->seed, i);
   size_t n = (size_t)batch * repeats;
   double* ms = (double*)xcalloc(n * (out + 3), sizeof *ms);
   Samples all = {ms, ms + n, ms + 3 * n, ms + 2 * n, 0, 0, 0};
+  char label[64];
+  snprintf(label, sizeof label, "batch %d: runs", batch);
   double start = now();
   RunStats stats;
   memset(&stats, 0, sizeof stats);
@@ -2349,12 +2360,12 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   memset(&stats, 0, sizeof stats);
   bool whole = !interrupted;
   for (int run = 0; run < repeats && whole; run++) {
-    progress(o, batch, run, repeats, start);
+    progress(o->quiet ? NULL : label, run, repeats, start);
     whole = run_requests(&e, &w, INFINITY, &stats);
     for (int i = 0; i < batch && whole; i++) add_samples(&all, &w.requests[i], stats.start);
   }
   free(stats.spans);
-  progress(o, batch, repeats, repeats, start);
+  progress(o->quiet ? NULL : label, repeats, repeats, start);
   row->output_tok_s = (double)n * out / stats.busy;
   row->ttft = percentiles_of(all.ttft, all.n);
   row->tpot = percentiles_of(all.tpot, all.n_tpot);
@@ -2423,13 +2434,17 @@ static bool open_model(Session* s, const Options* o, char* err) {
   return false;
 }
 
+// Reads and writes text byte by byte, and ends by itself, like weights/tiny.
+static bool byte_level(const Config* c) {
+  return c->vocab_size == 256 && c->n_eos > 0;
+}
+
 // What the command line left open, by device: a sweep should take a minute or so.
-static void fill_defaults(Options* o, bool cuda) {
-  static char exp_text[32];
-  int usual = cuda ? 128 : 32;
-  snprintf(exp_text, sizeof exp_text, "exp:%d@%d", usual, 8 * usual);
-  if (!o->input_text) parse_dist(o->input_text = cuda ? "128" : "32", &o->input);
-  if (!o->output_text) parse_dist(o->output_text = exp_text, &o->output);
+static void fill_defaults(Options* o, const Config* c, bool cuda) {
+  const char* input = cuda ? "lognormal:128,0.8@1024" : "lognormal:32,0.8@256";
+  const char* output = byte_level(c) ? "512" : cuda ? "exp:128@1024" : "exp:32@256";
+  if (!o->input_text) parse_dist(o->input_text = input, &o->input);
+  if (!o->output_text) parse_dist(o->output_text = output, &o->output);
   if (!o->max_batch) o->max_batch = cuda ? 32 : 8;
   if (!o->n_requests && !o->trace) o->n_requests = cuda ? 256 : 64;
   if (isnan(o->temperature)) o->temperature = o->command == CMD_COMPARE;
@@ -2795,7 +2810,8 @@ static void cap_outputs(Request* r, int n, int most) {
 // the first policy. False: interrupted.
 static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile* requests,
                        int* differs) {
-  Workload w = {c->stream.requests, c->stream.n, policy, c->limits, c->stream.text};
+  Workload w = {c->stream.requests, c->stream.n,    policy,
+                c->limits,          c->stream.text, c->o->quiet ? NULL : policy_names[policy]};
   RunStats stats;
   size_t tokens = 0;
   memset(&stats, 0, sizeof stats);
@@ -2823,7 +2839,7 @@ static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile
 
 // Output tokens/s of a stream under a policy; 0 = interrupted.
 static double tokens_per_second(Comparison* c, Stream* s, Policy policy) {
-  Workload w = {s->requests, s->n, policy, c->limits, false};
+  Workload w = {s->requests, s->n, policy, c->limits, false, c->o->quiet ? NULL : "variance"};
   RunStats stats;
   double tokens = 0;
   w.limits.max_new = 0;
@@ -2840,8 +2856,8 @@ static double mean_length(const Dist* d) {
   return d->kind == DIST_UNIFORM ? (d->a + d->b) / 2 : d->a;
 }
 
-// The same mean output, spread more and more: where the gain of continuous batching comes from. All
-// requests are there at once, so that nothing else differs.
+// The same mean output, spread more and more: where the gain of continuous batching comes from.
+// Prompts are equal and all there at once, so that nothing else differs.
 static void measure_variance(Comparison* c) {
   Options o = *c->o;
   double mean = mean_length(&o.output);
@@ -2853,6 +2869,8 @@ static void measure_variance(Comparison* c) {
   static const char* const names[] = {"all %g", "uniform %g-%g", "uniform %g-%g", "exp %g",
                                       "lognormal %g, %g"};
   o.rate = 0;
+  o.input.a = round(mean_length(&o.input));
+  o.input.kind = DIST_FIXED;
   for (int k = 0; k < 5 && !interrupted; k++) {
     Stream s;
     VariancePoint* p = &c->points[c->n_points];
@@ -2888,14 +2906,13 @@ static void measure_variance(Comparison* c) {
 static bool make_stream(Stream* s, const Config* c, const Options* o, char* err) {
   const char* prompts[MAX_PROMPTS] = {"Once upon a time"};
   int n_prompts = 1;
-  bool byte_level = c->vocab_size == 256 && c->n_eos > 0;
   if (o->trace && !traced_stream(s, c, o, err)) return false;
   if (!o->trace) drawn_stream(s, c, o, o->output);
-  if (o->prompts_file && !byte_level)
+  if (o->prompts_file && !byte_level(c))
     return say(err, ERR_LEN, "--prompts: %s does not read and write bytes", c->name);
   if (o->prompts_file && (n_prompts = read_prompts(o->prompts_file, prompts, err)) < 0)
     return false;
-  if (byte_level && !o->trace)
+  if (byte_level(c) && !o->trace)
     give_text(s, c, prompts, n_prompts, (float)o->temperature, (uint32_t)o->seed);
   for (int i = 0; i < n_prompts && o->prompts_file; i++) free((void*)prompts[i]);
   measure_stream(s);
@@ -2907,7 +2924,8 @@ static bool make_stream(Stream* s, const Config* c, const Options* o, char* err)
   if (o->rate > 0) snprintf(arrivals, sizeof arrivals, "%.3g requests/s", o->rate);
   if (o->trace && o->rate == 0) snprintf(arrivals, sizeof arrivals, "as recorded");
   if (o->trace)
-    snprintf(s->name, sizeof s->name, "%d requests of %.60s, %s", s->n, o->trace, arrivals);
+    snprintf(s->name, sizeof s->name, "%d requests of %.60s, %s", s->n,
+             strrchr(o->trace, '/') ? strrchr(o->trace, '/') + 1 : o->trace, arrivals);
   else
     snprintf(s->name, sizeof s->name, "%d requests, prompt %.30s, output %.30s%s, %s", s->n,
              s->text ? "text" : o->input_text, s->text ? "its own end, at most " : "",
@@ -2958,7 +2976,8 @@ static bool write_compare(Comparison* c, const char* dir, char* err) {
 static bool run_policies(Comparison* c, ResultFile* csv, ResultFile* requests, int* differs) {
   const Options* o = c->o;
   bool whole = true;
-  Workload warm = {c->stream.requests, c->stream.n, POLICY_CONTINUOUS, c->limits, c->stream.text};
+  Workload warm = {c->stream.requests, c->stream.n,    POLICY_CONTINUOUS,
+                   c->limits,          c->stream.text, NULL};
   RunStats stats;
   memset(&stats, 0, sizeof stats);
   if (c->session->device.api != &sim_backend) run_requests(&c->engine, &warm, 0.5, &stats);
@@ -3070,7 +3089,7 @@ static int cmd_generate(Session* s, const Options* o) {
     return give_up(2, err);
   }
   Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
-  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true};
+  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true, NULL};
   for (int i = 0; i < n; i++) {
     size_t bytes = strlen(prompts[i]);
     if (bytes + out > (size_t)c->max_context) {
@@ -3132,7 +3151,7 @@ int main(int argc, char** argv) {
   if (s.device.api == &cpu_backend && strcmp(o.matmul, "auto") != 0)
     return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
   if (!open_model(&s, &o, err)) return give_up(1, err);
-  fill_defaults(&o, s.device.api != &cpu_backend);
+  fill_defaults(&o, &s.model.config, s.device.api != &cpu_backend);
   int status = o.command == CMD_GENERATE  ? cmd_generate(&s, &o)
                : o.command == CMD_COMPARE ? cmd_compare(&s, &o)
                                           : cmd_sweep(&s, &o);
