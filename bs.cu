@@ -28,6 +28,7 @@
 // clang-format on
 #include "model.h"
 #include <signal.h>
+#include <strings.h>
 #include <time.h>
 #include <ctype.h>
 #define STB_IMAGE_WRITE_IMPLEMENTATION
@@ -733,6 +734,71 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
   for (int i = 0; i < IN_FLIGHT; i++) planned_free(&planned[i]);
   stats->busy += stats->end - stats->start;
   return !cut;
+}
+
+// ---- GPUs that nobody here has to own: what `bs plan` and the sim device compute with.
+
+typedef struct {
+  const char* name;
+  double mem, bandwidth, rate;  // bytes, bytes/s, FLOP/s of fp16 matrices summed in fp32, dense
+} SimGpu;
+
+// From NVIDIA's data sheets and white papers. A data sheet's "with sparsity" is halved. GeForce
+// cards sum in fp32 at half rate: 512 FLOP per clock and multiprocessor, here at the highest boost
+// clock (Ada white paper, 4090: 128 x 512 x 2.52 GHz = 165 TFLOP/s); a laptop's power limit may
+// allow less. T4 and L4 give 1/16 of their memory to error correction, as nvidia-smi shows.
+// clang-format off
+static const SimGpu sim_gpus[] = {
+    {"3060-laptop", 6 * 0x1p30, 336e9, 26.2e12},    // 30 SM, 1.703 GHz; 192 bit x 14 Gbit/s
+    {"4060-laptop", 8 * 0x1p30, 256e9, 29.1e12},    // 24 SM, 2.370 GHz; 128 bit x 16 Gbit/s
+    {"4070-laptop", 8 * 0x1p30, 256e9, 40.1e12},    // 36 SM, 2.175 GHz; 128 bit x 16 Gbit/s
+    {"4090-laptop", 16 * 0x1p30, 576e9, 79.4e12},   // 76 SM, 2.040 GHz; 256 bit x 18 Gbit/s
+    {"4090", 24 * 0x1p30, 1008e9, 165.2e12},        // Ada white paper, appendix A
+    {"5090", 32 * 0x1p30, 1792e9, 209.5e12},        // RTX Blackwell white paper, appendix A
+    {"t4", 15 * 0x1p30, 300e9, 65e12},              // T4 data sheet: 16 GB, mixed precision
+    {"l4", 22.5 * 0x1p30, 300e9, 121e12},           // L4 data sheet: 24 GB, 242 sparse
+    {"a100-40g", 40 * 0x1p30, 1555e9, 312e12},      // A100 data sheet, 40 GB
+    {"a100-80g", 80 * 0x1p30, 2039e9, 312e12},      // A100 data sheet, 80 GB SXM
+    {"h100", 80 * 0x1p30, 3350e9, 989e12},          // H100 data sheet, SXM: 1,979 sparse
+    {"h200", 141 * 0x1p30, 4800e9, 989e12},         // H200 data sheet, SXM: 1,979 sparse
+    {"b200", 180 * 0x1p30, 8000e9, 2250e12},        // DGX B200 data sheet, an eighth: 4,500 sparse
+};
+// clang-format on
+enum { N_SIM_GPUS = sizeof sim_gpus / sizeof sim_gpus[0] };
+
+// spec is what follows "sim:": a name of the table, or mem=8G,bw=256e9,rate=40e12 in any order. It
+// must outlive out, whose name it becomes. False: err says what is allowed.
+static bool find_sim_gpu(const char* spec, SimGpu* out, char* err) {
+  for (int i = 0; i < N_SIM_GPUS; i++) {
+    *out = sim_gpus[i];
+    if (strcasecmp(spec, out->name) == 0) return true;
+  }
+  memset(out, 0, sizeof *out);
+  out->name = spec;
+  bool ok = true;
+  for (const char* at = spec; ok; at++) {
+    const char* key = at;
+    double* field = strncmp(key, "mem=", 4) == 0  ? &out->mem
+                    : strncmp(key, "bw=", 3) == 0 ? &out->bandwidth
+                                                  : &out->rate;
+    ok = *field == 0 && (field != &out->rate || strncmp(key, "rate=", 5) == 0);
+    if (!ok) break;
+    char* end;
+    at += strcspn(at, "=") + 1;
+    *field = strtod(at, &end);
+    ok = end > at && strspn(at, "0123456789.e+") >= (size_t)(end - at);  // no sign, hex or nan
+    if (field == &out->mem && (*end == 'M' || *end == 'G'))
+      *field *= *end++ == 'M' ? 0x1p20 : 0x1p30;
+    ok = ok && *field >= 1e6 && *field <= 1e18 && (*end == ',' || *end == '\0');
+    at = end;
+    if (*end == '\0') break;
+  }
+  if (ok && out->mem > 0 && out->bandwidth > 0 && out->rate > 0) return true;
+  int n =
+      snprintf(err, ERR_LEN, "--device sim:%.80s: allowed is mem=8G,bw=256e9,rate=40e12 or", spec);
+  for (int i = 0; i < N_SIM_GPUS; i++)
+    n += snprintf(err + n, (size_t)(ERR_LEN - n), " %s", sim_gpus[i].name);
+  return false;
 }
 
 // ---- The CPU as a device: a step is done when submit returns.
