@@ -485,7 +485,7 @@ static void test_config(void) {
   s.knee = knee(rows, 1, s.rules);
   text = config_text(&s);
   CHECK(has(text, "\"total_token_budget\": null,") && has(text, "\"request_timeout_s\": null,"));
-  CHECK(has(text, "\"--parallel 7 --batch-size 2048 ") && !has(text, "nan"));
+  CHECK(has(text, "\"--parallel 7 --batch-size 2048\"") && !has(text, "nan"));
   s.n_rows = 0;
   s.knee = knee(rows, 0, s.rules);
   CHECK(has(config_text(&s), "no batch size was measured"));
