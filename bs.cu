@@ -85,6 +85,8 @@ typedef struct {  // everything a plot needs
   const char *model, *device;  // "llama-3.2-1b", "NVIDIA H200"
   bool simulated;
   double bandwidth, rate;  // probed ceilings: bytes/s, FLOP/s; 0 = unknown
+  int cards;               // that the model is spread over
+  bool fp8_kv;
 } SweepReport;
 
 typedef enum { POLICY_STATIC, POLICY_BUCKETED, POLICY_CONTINUOUS, N_POLICIES } Policy;
@@ -1527,6 +1529,8 @@ static double at_percentile(Percentiles p, int percentile) {
 // target or the tail gives way, or the one where throughput stops paying (article 1, section 5).
 
 static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end"};  // StopRule
+static const char* const status_names[] = {"ok", "skipped", "oom"};                   // RowStatus
+static const char* const bound_names[] = {"memory (weights)", "memory (KV)", "compute", "overhead"};
 
 // How a quantity that went from x to y changed per doubling of the batch: 2 = it doubled too.
 static double per_doubling(double x, double y, const SweepRow* from, const SweepRow* to) {
@@ -1603,11 +1607,10 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
   return k;
 }
 
+#include "interop.h"
+
 // Files: sweep.csv with every row, config.json with the choice (article 1, section 6). Scripts rely
 // on the names in them: add, never rename.
-
-static const char* const status_names[] = {"ok", "skipped", "oom"};  // RowStatus
-static const char* const bound_names[] = {"memory (weights)", "memory (KV)", "compute", "overhead"};
 
 // Bytes of the UTF-8 character at s; 0 if a control or not UTF-8 (a byte-level model writes both).
 static int utf8_length(const unsigned char* s) {
@@ -1724,8 +1727,8 @@ static bool write_config_json(const char* dir, const SweepReport* s, const char*
   int input = s->rows->input_len;  // the same in every row
   int output = s->rows->output_len;
   int context = input + output;
-  int step = step_tokens > b ? step_tokens : b;  // each running sequence needs a token in a step
-  double budget = (double)b * context;
+  int step = step_tokens > 0 && step_tokens < b ? b : step_tokens;  // a token for each sequence
+  double budget = input > 0 && output > 0 ? (double)b * context : NAN;
   double timeout = ceil(3 * r->e2e.p99 / 1000);  // s; what takes longer is stuck
   char date[32];
   time_t now = time(NULL);
@@ -1739,23 +1742,13 @@ static bool write_config_json(const char* dir, const SweepReport* s, const char*
       "'oom_policy': ['lower the dynamic batch', 'shorten the output', 'queue',"
       " 'never retry as is'],\n"
       "'fingerprint': {\n'model': %s,\n'dtype': %s,\n'device': %s,\n'input_len': %d,\n"
-      "'output_len': %d,\n'date': %s\n},\n'measured': {\n",
+      "'output_len': %d,\n'date': %s,\n'source': %s\n},\n'measured': {\n",
       b, start->batch, stop_names[k->rule], k->why, second->batch, input, output, b, budget,
       timeout, rules->watermark_pct, rules->percentile, rules->slo_ttft_ms, rules->slo_tpot_ms,
-      s->model, dtype, s->device, input, output, date);
+      s->model, dtype, s->device, input, output, date, s->simulated ? "simulated" : "measured");
   if (b > 0) put_sweep_row(file.f, JSON, r);
   put(file.f, JSON, "},\n'engine_flags': {\n");
-  // The same as options of the servers that readers will use, so that the result outlives bs.
-  const char* flags =
-      "'vllm': '--max-num-seqs %d --max-num-batched-tokens %d --max-model-len %d"
-      " --gpu-memory-utilization %g',\n"
-      "'sglang': '--max-running-requests %d --chunked-prefill-size %d --context-length %d',\n"
-      "'tensorrt_llm': '--max_batch_size %d --max_num_tokens %d --max_seq_len %d',\n"
-      "'llama_cpp': '--parallel %d --batch-size %d --ctx-size %g'\n";
-  if (b > 0) {
-    put(file.f, JSON, flags, b, step, context, rules->watermark_pct / 100, b, step, context, b,
-        step, context, b, step, budget);
-  }
+  for (int i = 0; i < N_SERVERS && b > 0; i++) put_server_flags(file.f, &servers[i], s, step);
   put(file.f, JSON, "}\n}\n");
   return result_close(&file, err);
 }
@@ -1981,15 +1974,31 @@ static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
 // may vary between runs, and what is held fixed, is article 1, section 3.
 
 // A command is bit i of an option's `commands`, i its place in this list.
-static const char command_names[] = "sweep|compare|generate";
-enum { CMD_SWEEP = 1, CMD_COMPARE = 2, CMD_GENERATE = 4, CMD_ALL = 7, CMD_MEASURE = 3 };
+static const char command_names[] = "sweep|compare|generate|plan|knee";
+enum {
+  CMD_SWEEP = 1,
+  CMD_COMPARE = 2,
+  CMD_GENERATE = 4,
+  CMD_PLAN = 8,
+  CMD_KNEE = 16,
+  CMD_ALL = 31
+};
+enum {
+  CMD_RUN = 7,
+  CMD_CURVE = CMD_SWEEP | CMD_PLAN | CMD_KNEE,
+  CMD_REPORT = CMD_CURVE | CMD_COMPARE
+};
 enum { MAX_BATCHES = 32, MAX_PROMPTS = 256 };
 
 typedef struct {
   int command;
   const char *command_name, *device, *model, *matmul, *percentile, *prompts_file, *out;
   const char* prompts[MAX_PROMPTS];
-  int n_prompts, n_batches, batches[MAX_BATCHES];   // batches ascend
+  int n_prompts, n_batches, batches[MAX_BATCHES];  // batches ascend
+  int n_kv_heads, kv_heads[MAX_BATCHES];           // plan: what if there were so many
+  const char *kv, *file;                           // plan; knee
+  int cards;                                       // plan; 0: as few as hold the model
+  bool percentile_given;
   Dist input, output;                               // of DIST_NONE, as
   int input_len, output_len, repeats, step_tokens;  // 0 or model "": chosen for the device
   int seed;
@@ -2015,23 +2024,30 @@ typedef struct {
 
 #define AT(field) offsetof(Options, field)
 static const Option option_table[] = {
-    {"\nMachine", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--device", "auto|cuda|cpu|sim:GPU", "auto", TEXT, AT(device), 0, 0, CMD_ALL,
-     "auto: a GPU if any; sim:h100, ...: a virtual clock"},
+    {"\nMachine", "", "", HEADING, 0, 0, 0, CMD_RUN | CMD_PLAN, ""},
+    {"--device", "auto|cuda|cpu|sim:GPU", "auto", TEXT, AT(device), 0, 0, CMD_RUN | CMD_PLAN,
+     "auto: a GPU if any; sim:h100, ...: a virtual clock (sim:? lists them)"},
     {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL, "(default: fits the device)"},
-    {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_ALL, "GPU kernel"},
-    {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_ALL,
+    {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_RUN, "GPU kernel"},
+    {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_RUN | CMD_PLAN,
      "pretend memory is smaller"},
+    {"--gpus", "N", "", INT, AT(cards), 1, 1024, CMD_PLAN,
+     "as ideal tensor parallelism (default: the fewest that hold it)"},
     {"\nWorkload", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--batches", "1,2,4,...", "", LIST, 0, 1, 32768, CMD_SWEEP, "batch sizes to measure"},
-    {"--input-len", "N|DIST", "", LENGTH, AT(input), 1, MOST_TOKENS, CMD_MEASURE,
+    {"--batches", "1,2,4,...", "", LIST, AT(n_batches), 1, 32768, CMD_SWEEP | CMD_PLAN,
+     "batch sizes to measure"},
+    {"--input-len", "N|DIST", "", LENGTH, AT(input), 1, MOST_TOKENS, CMD_REPORT,
      "prompt tokens (CPU 32, GPU 128; compare: lognormal around it)"},
     {"--output-len", "N|DIST", "", LENGTH, AT(output), 1, MOST_TOKENS, CMD_ALL,
      "new tokens (CPU 32, GPU 128; compare: exp of it; generate 512)"},
     {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
     {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
      "most prompt tokens in a step (CPU 256, GPU 4096)"},
-    {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_ALL, "of random weights, prompts, sampling"},
+    {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_RUN, "of random weights, prompts, sampling"},
+    {"\nWhat if", "", "", HEADING, 0, 0, 0, CMD_PLAN, ""},
+    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_PLAN, "numbers in the KV cache"},
+    {"--kv-heads", "1,8,...", "", LIST, AT(n_kv_heads), 1, 1024, CMD_PLAN,
+     "key/value heads: MQA, GQA, MHA; several are compared"},
     {"\nRequests (DIST: uniform:32-512, lognormal:128,1.0, exp:128, each with @longest)", "", "",
      HEADING, 0, 0, 0, CMD_COMPARE, ""},
     {"--requests", "N", "", INT, AT(n_requests), 1, 1e6, CMD_COMPARE,
@@ -2061,13 +2077,13 @@ static const Option option_table[] = {
      "static: how long an incomplete batch waits"},
     {"--timeout", "S", "", REAL, AT(timeout_s), 0.001, 1e6, CMD_COMPARE,
      "drop what is not done this long after its arrival"},
-    {"\nRecommendation", "", "", HEADING, 0, 0, 0, CMD_MEASURE, ""},
-    {"--slo-ttft", "MS", "", REAL, AT(rules.slo_ttft_ms), 0.001, 1e9, CMD_MEASURE, "longest TTFT"},
-    {"--slo-tpot", "MS", "", REAL, AT(rules.slo_tpot_ms), 0.001, 1e9, CMD_MEASURE, "longest TPOT"},
-    {"--percentile", "50|95|99", "95", CHOICE, AT(percentile), 0, 0, CMD_MEASURE, "judges latency"},
-    {"--min-gain", "PCT", "10", REAL, AT(rules.min_gain_pct), 0.1, 100, CMD_SWEEP,
+    {"\nRecommendation", "", "", HEADING, 0, 0, 0, CMD_REPORT, ""},
+    {"--slo-ttft", "MS", "", REAL, AT(rules.slo_ttft_ms), 0.001, 1e9, CMD_REPORT, "longest TTFT"},
+    {"--slo-tpot", "MS", "", REAL, AT(rules.slo_tpot_ms), 0.001, 1e9, CMD_REPORT, "longest TPOT"},
+    {"--percentile", "50|95|99", "95", CHOICE, AT(percentile), 0, 0, CMD_REPORT, "judges latency"},
+    {"--min-gain", "PCT", "10", REAL, AT(rules.min_gain_pct), 0.1, 100, CMD_CURVE,
      "less throughput gained per doubling of the batch is a plateau"},
-    {"--watermark", "PCT", "90", REAL, AT(rules.watermark_pct), 1, 100, CMD_SWEEP,
+    {"--watermark", "PCT", "90", REAL, AT(rules.watermark_pct), 1, 100, CMD_CURVE,
      "share of the memory that may be used"},
     {"\nText", "", "", HEADING, 0, 0, 0, CMD_COMPARE | CMD_GENERATE, ""},
     {"--prompt", "TEXT", "", PROMPT, 0, 1, MAX_PROMPTS, CMD_GENERATE,
@@ -2078,7 +2094,7 @@ static const Option option_table[] = {
      "0: likeliest token (generate 0, compare 1)"},
     {"--json", "", "", FLAG, AT(json), 0, 0, CMD_GENERATE, "an object per prompt"},
     {"\nOutput", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--out", "DIR", "plots", TEXT, AT(out), 0, 0, CMD_MEASURE, "for CSV, JSON, PNG"},
+    {"--out", "DIR", "plots", TEXT, AT(out), 0, 0, CMD_REPORT, "for CSV, JSON, PNG"},
     {"--quiet", "", "", FLAG, AT(quiet), 0, 0, CMD_ALL, "no progress line"},
     {"--help", "", "", FLAG, AT(help), 0, 0, CMD_ALL, "this text"},
     {"--version", "", "", FLAG, AT(version), 0, 0, CMD_ALL, "the version"},
@@ -2092,6 +2108,8 @@ static void print_help(FILE* f, int commands) {
       "bs [sweep]   measure batch 1,2,4,...: the curve, its knee, a config\n"
       "bs compare   one stream of requests through static, bucketed, continuous batching\n"
       "bs generate  continue prompts, all of them in one batch\n"
+      "bs plan      the arithmetic and the predicted curve for a GPU that is not here\n"
+      "bs knee FILE the working point of measurements: our CSV, vLLM's, llama-batched-bench's\n"
       "bs COMMAND --help lists only what it uses; --option=VALUE works too.\n",
       f);
   for (const Option* opt = option_table; opt < option_table + N_OPTIONS; opt++) {
@@ -2163,8 +2181,8 @@ static bool set_option(Options* o, const Option* opt, const char* text, char* er
   if (opt->type == INT) *(int*)field = (int)values[0];
   if (opt->type == REAL) *(double*)field = inf ? 0 : values[0];
   if (opt->type == SIZE) *(uint64_t*)field = (uint64_t)values[0];
-  if (opt->type == LIST) o->n_batches = n;
-  for (int i = 0; i < n && opt->type == LIST; i++) o->batches[i] = (int)values[i];
+  if (opt->type == LIST) *(int*)field = n;  // the numbers follow
+  for (int i = 0; i < n && opt->type == LIST; i++) ((int*)field)[i + 1] = (int)values[i];
   if (opt->type == FLAG) *(bool*)field = true;
   if (opt->type == TEXT || opt->type == CHOICE) *(const char**)field = text;
   if (opt->type == PROMPT) o->prompts[o->n_prompts++] = text;
@@ -2190,6 +2208,9 @@ static bool check_options(Options* o, char* err) {
     o->policies |= 1 << policy;
   }
   bool sim = strncmp(o->device, "sim:", 4) == 0;
+  if (o->command == CMD_KNEE && !o->file) return say(err, ERR_LEN, "bs knee needs a FILE");
+  if (o->command == CMD_PLAN && !sim)
+    return say(err, ERR_LEN, "bs plan needs a GPU to plan for: --device sim:h100 or another");
   if (sim && !find_sim_gpu(o->device + 4, &sim_gpu, err)) return false;
   if (!sim && choice_index("auto|cuda|cpu", o->device) < 0)
     return say(err, ERR_LEN, "--device '%.80s': allowed is auto|cuda|cpu|sim:GPU", o->device);
@@ -2225,6 +2246,10 @@ static bool parse_options(int argc, char** argv, Options* o, char* err) {
   }
   for (int i = named ? 2 : 1; i < argc; i++) {
     char* name = argv[i];
+    if (1 << command == CMD_KNEE && name[0] != '-' && !o->file) {
+      o->file = name;
+      continue;
+    }
     char* value = strchr(name, '=');
     if (value) *value++ = '\0';
     int at = 0;
@@ -2236,6 +2261,7 @@ static bool parse_options(int argc, char** argv, Options* o, char* err) {
     if (flag == (value != NULL)) return say(err, ERR_LEN, "write it as %s %s", name, opt->arg);
     if (seen[at] && opt->type != PROMPT) return say(err, ERR_LEN, "%s is given twice", name);
     seen[at] = true;
+    if (strcmp(name, "--percentile") == 0) o->percentile_given = true;
     if (!set_option(o, opt, value, err)) return false;
     bool applies = opt->commands & 1 << command;
     if (!applies) return say(err, ERR_LEN, "%s is not for bs %s", name, o->command_name);
@@ -2380,6 +2406,167 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   engine_close(&e);
   return whole;
 }
+// ---- The plan: the same arithmetic for a GPU that is not here and a model that was not loaded
+// (article 2, section 4.4). Times are the roofline's: what no program can beat, and what a good one
+// comes near to where a step is long.
+
+typedef struct {
+  Config config;
+  Device device;      // name, limit and ceilings of all cards together: ideal tensor parallelism
+  int cards, fewest;  // in use; that hold the model and one request
+  bool fp8_kv;
+  int input_len, output_len, step_tokens;
+  double watermark_pct;
+} Plan;
+
+// fp8: a byte per number, and for each token, layer and head a scale of two bytes for K and for V.
+static double plan_kv_bytes(const Plan* p) {
+  const Config* c = &p->config;
+  double fp8_bytes = 2.0 * c->n_layers * c->n_kv_heads * (c->head_dim + 2);
+  return p->fp8_kv ? fp8_bytes : (double)kv_bytes_per_token(c, 2);
+}
+
+// Counts a step: a token for each of n sequences at their mean context, or a prompt of n tokens.
+static Work plan_work(const Plan* p, int n, bool decode) {
+  int* pos = (int*)xcalloc(2 * (size_t)n, sizeof *pos);
+  Batch b = {n, decode ? n : 1, NULL, pos, pos + n, NULL};
+  for (int i = 0; i < n; i++) {
+    b.pos[i] = decode ? p->input_len + (p->output_len - 2) / 2 : i;
+    b.slot[i] = decode ? i : 0;
+  }
+  Work w = count_work(&p->config, &b, 2);
+  double saved = w.kv_bytes * (1 - plan_kv_bytes(p) / (double)kv_bytes_per_token(&p->config, 2));
+  w.kv_bytes -= saved;
+  w.noreuse_bytes -= saved;
+  free(pos);
+  return w;
+}
+
+// The four parts for `batch` sequences of `length` tokens. The workspace is that of kernels.h
+// without its small parts; 533 MiB is what one H200 lost beyond our allocations (plots/h200).
+static void plan_memory(const Plan* p, int batch, int length, SweepRow* row) {
+  const Config* c = &p->config;
+  int qkv = qkv_width(c), q = c->n_heads * c->head_dim;
+  double blocks = (length + KV_BLOCK - 1) / KV_BLOCK, tokens = (double)batch * p->input_len;
+  tokens = fmin(fmax(tokens, batch), p->step_tokens);
+  double work =
+      tokens * (6.0 * c->dim + 4.0 * (qkv > c->dim ? qkv : c->dim) + 4.0 * q + 2.0 * c->hidden_dim);
+  row->mem_weights_mib = 2.0 * parameter_count(c) / MIB;
+  row->mem_kv_mib = batch * blocks * KV_BLOCK * plan_kv_bytes(p) / MIB;
+  row->mem_work_mib = (work + 4.0 * batch * c->vocab_size) / MIB;
+  row->mem_other_mib = 533.0 * p->cards;
+  row->mem_limit_mib = p->device.limit / MIB;
+  row->mem_used_mib =
+      row->mem_weights_mib + row->mem_kv_mib + row->mem_work_mib + row->mem_other_mib;
+}
+
+// The most sequences of `length` tokens that stay under the watermark; memory grows with each.
+static int plan_fit(const Plan* p, int length) {
+  int fit = 0;
+  for (int step = 1 << 20; step > 0; step /= 2) {
+    SweepRow r;
+    plan_memory(p, fit + step, length, &r);
+    if (100 * r.mem_used_mib <= p->watermark_pct * r.mem_limit_mib) fit += step;
+  }
+  return fit;
+}
+
+static void plan_row(const Plan* p, int batch, SweepRow* row) {
+  const Device* d = &p->device;
+  int in = p->input_len, out = p->output_len;
+  memset(row, 0, sizeof *row);
+  row->batch = row->n_requests = batch;
+  row->input_len = in;
+  row->output_len = out;
+  plan_memory(p, batch, in + out, row);
+  if (row->mem_used_mib > row->mem_limit_mib) {
+    row->status = ROW_SKIPPED;
+    say(row->reason, sizeof row->reason, "KV needs %.2f GiB, %.2f GiB left", row->mem_kv_mib / 1024,
+        (row->mem_limit_mib - row->mem_used_mib + row->mem_kv_mib) / 1024);
+    return;
+  }
+  StepTotals prefill, decode;
+  memset(&prefill, 0, sizeof prefill);
+  memset(&decode, 0, sizeof decode);
+  Work all = plan_work(p, in, false), each = plan_work(p, batch, true);
+  double tokens = (double)batch * in;  // every prompt is read before anyone decodes, as in measure
+  all.weight_bytes *= ceil(tokens / p->step_tokens);
+  all.kv_bytes *= batch;
+  all.flops *= batch;
+  add_step(&prefill, d, all, (int)tokens, 0);
+  add_step(&decode, d, each, batch, 0);
+  prefill.seconds = prefill.roof;
+  decode.seconds = decode.roof;
+  decode.n = out > 1;
+  double first = 1e3 * prefill.roof, step = out > 1 ? 1e3 * decode.roof : NAN;
+  double last = first + 1e3 * (out - 1) * decode.roof;
+  Percentiles ttft = {first, first, first, batch}, tpot = {step, step, step, out > 1 ? batch : 0};
+  Percentiles e2e = {last, last, last, batch};
+  row->ttft = ttft;
+  row->tpot = row->itl = tpot;
+  row->itl.n = batch * (out - 1);
+  row->e2e = e2e;
+  row->output_tok_s = 1e3 * batch * out / last;
+  row->user_tok_s = 1e3 / step;
+  fill_speed(row, d, &prefill, &decode);
+}
+
+static void plan_cards(Plan* p, const SimGpu* gpu, int cards, double vram) {
+  double mem = vram > 0 && vram < gpu->mem ? vram : gpu->mem;
+  p->cards = cards;
+  p->device.limit = (size_t)(mem * cards);
+  p->device.bandwidth = gpu->bandwidth * cards;
+  p->device.rate = gpu->rate * cards;
+  snprintf(p->device.name, sizeof p->device.name, "%.200s", gpu->name);
+  if (cards > 1) snprintf(p->device.name, sizeof p->device.name, "%d x %.200s", cards, gpu->name);
+}
+
+// Spreads the model over `cards`, or, if that is 0, over the fewest. False: it is not enough.
+static bool plan_open(Plan* p, const SimGpu* gpu, int cards, double vram, char* err) {
+  int length = p->input_len + p->output_len;
+  SweepRow one;
+  plan_cards(p, gpu, p->fewest = 1, vram);
+  while (p->fewest < 1024 && plan_fit(p, length) == 0) plan_cards(p, gpu, ++p->fewest, vram);
+  if (cards > 0) plan_cards(p, gpu, cards, vram);
+  if (plan_fit(p, length) > 0) return true;
+  plan_memory(p, 1, length, &one);
+  return say(err, ERR_LEN,
+             "%s does not fit %s: weights %.1f GiB, with one request %.1f GiB, and %g%% of %.1f "
+             "GiB may be used; it needs %s--gpus %d",
+             p->config.name, p->device.name, one.mem_weights_mib / 1024, one.mem_used_mib / 1024,
+             p->watermark_pct, one.mem_limit_mib / 1024, p->fewest < 1024 ? "" : "more than ",
+             p->fewest);
+}
+
+static void print_plan(FILE* f, const Plan* p) {
+  const Config* c = &p->config;
+  double kv = plan_kv_bytes(p);
+  int length = p->input_len + p->output_len, most = plan_fit(p, length);
+  SweepRow r;
+  plan_memory(p, most, length, &r);
+  fprintf(f, "Simulated: %s on %s, %.0f GB/s, %.1f TFLOP/s; %d prompt + %d new tokens\n", c->name,
+          p->device.name, p->device.bandwidth / 1e9, p->device.rate / 1e12, p->input_len,
+          p->output_len);
+  if (p->cards > 1)
+    fprintf(
+        f,
+        "%d cards, as ideal tensor parallelism: all adds up and messages cost nothing (real ones "
+        "do); %d hold the weights\n",
+        p->cards, p->fewest);
+  fprintf(f, "Memory: %d requests fit into %g%% of %.1f GiB: weights %.2f + KV cache %.2f", most,
+          p->watermark_pct, r.mem_limit_mib / 1024, r.mem_weights_mib / 1024, r.mem_kv_mib / 1024);
+  fprintf(f, " + workspace %.2f + framework %.2f GiB\n", r.mem_work_mib / 1024,
+          r.mem_other_mib / 1024);
+  fprintf(f, "KV cache: %.1f KiB per token (%d of %d heads, %s)\n", kv / 1024, c->n_kv_heads,
+          c->n_heads, p->fp8_kv ? "fp8" : "fp16");
+  fprintf(f, "  tokens  GiB each  sequences that fit  on each card\n");
+  for (length = 512; length <= c->max_context; length *= 2) {
+    int fit = plan_fit(p, length);
+    fprintf(f, "%8d%10.3f%20d%14.1f\n", length, length * kv / GIB, fit, (double)fit / p->cards);
+  }
+  fprintf(f, "\n");
+}
+
 #include "plots/plots.h"
 
 // ---- Commands.
@@ -2505,8 +2692,9 @@ static int cmd_sweep(Session* s, const Options* o) {
       s->device.limit / GIB);
   put_sweep_row(csv.f, HEADER, &no_row);
   SweepRow rows[MAX_BATCHES];
-  SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, {0}}, o->rules,      c->name,
-                        s->device.name, false, s->device.bandwidth,      s->device.rate};
+  SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, {0}}, o->rules,       c->name,
+                        s->device.name, false, s->device.bandwidth,      s->device.rate, 1,
+                        false};
   report.n_rows = sweep_rows(s, o, rows, &csv);
   if (report.n_rows == 0) {  // earlier results stay as they are
     result_drop(&csv);
@@ -2530,6 +2718,130 @@ static int cmd_sweep(Session* s, const Options* o) {
   }
   weights_close(&s->weights, &s->device);
   return interrupted ? 130 : 0;
+}
+
+static SweepReport new_report(const SweepRow* rows, int n, KneeRules rules, const char* model,
+                              const char* device) {
+  SweepReport r;
+  memset(&r, 0, sizeof r);
+  r.rows = rows;
+  r.n_rows = n;
+  r.rules = rules;
+  r.knee = knee(rows, n, rules);
+  r.model = model;
+  r.device = device;
+  return r;
+}
+
+// What every curve ends with: the knee in words, and files that hold it. source: a file that must
+// not be overwritten.
+static int save_report(const SweepReport* s, const Options* o, const char* dtype,
+                       const char* source) {
+  char err[ERR_LEN], names[256] = "";
+  struct stat from, to;
+  ResultFile csv;
+  if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
+    return give_up(1, err);
+  put_sweep_row(csv.f, HEADER, &no_row);
+  for (int i = 0; i < s->n_rows; i++) put_sweep_row(csv.f, CSV, &s->rows[i]);
+  bool same = source && stat(source, &from) == 0 && stat(csv.path, &to) == 0 &&
+              from.st_dev == to.st_dev && from.st_ino == to.st_ino;
+  if (same) {
+    result_drop(&csv);
+  } else if (!result_close(&csv, err)) {
+    return give_up(1, err);
+  }
+  print_knee(stdout, s);
+  if (!write_config_json(o->out, s, dtype, o->step_tokens, err) || !plot_sweep(s, o->out, err))
+    return give_up(1, err);
+  for (int k = 0; k < N_CHARTS; k++)
+    if (has_chart(s, k)) strcat(strcat(names, " "), CHARTS[k].file);
+  printf("\n%s/: sweep.csv config.json%s summary.png\n", o->out, names);
+  return 0;
+}
+
+// bs knee FILE: the walk over measurements that are there already.
+static int cmd_knee(const Options* o) {
+  static SweepRow rows[MAX_MEASURED];
+  char err[ERR_LEN], note[WHY_LEN];
+  KneeRules rules = o->rules;
+  int n = read_measurements(o->file, o->input_len, o->output_len, rows, err);
+  if (n < 0 || !choose_latency(o->file, rows, n, &rules, o->percentile_given, note, err))
+    return give_up(1, err);
+  SweepReport report = new_report(rows, n, rules, *o->model ? o->model : "unknown model", o->file);
+  print_walk(stdout, &report);
+  printf("\n%s\n", note);
+  return save_report(&report, o, "unknown", o->file);
+}
+
+static int plan_curve(const Plan* p, const Options* o, SweepRow* rows) {
+  static const int defaults[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024};
+  int n = o->n_batches ? o->n_batches : 11;
+  for (int i = 0; i < n; i++) plan_row(p, o->n_batches ? o->batches[i] : defaults[i], &rows[i]);
+  return n;
+}
+
+// bs plan: budget, predicted curve and its knee.
+static int cmd_plan(Session* s, const Options* o) {
+  static SweepRow rows[MAX_BATCHES][MAX_BATCHES];
+  static SweepReport reports[MAX_BATCHES];
+  char err[ERR_LEN], path[PATH_LEN];
+  Plan p;
+  memset(&p, 0, sizeof p);
+  s->device.limit = (size_t)sim_gpu.mem;
+  const char* name = choose_model(s, o);
+  const Config* preset = find_preset(name);
+  snprintf(path, sizeof path, "%s/config.json", name);
+  if (preset) p.config = *preset;
+  if (!preset && !load_config(path, &p.config, err)) return give_up(1, err);
+  if (!preset) snprintf(p.config.name, sizeof p.config.name, "%.63s", name);
+  p.fp8_kv = strcmp(o->kv, "fp8") == 0;
+  p.input_len = o->input_len;
+  p.output_len = o->output_len;
+  p.step_tokens = o->step_tokens;
+  p.watermark_pct = o->rules.watermark_pct;
+  if (o->input_len + o->output_len > p.config.max_context) {
+    snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
+             o->input_len, o->output_len, p.config.name, p.config.max_context);
+    return give_up(2, err);
+  }
+  int own = p.config.n_kv_heads, n = o->n_kv_heads ? o->n_kv_heads : 1, cards = o->cards, shown = 0;
+  const int* heads = o->n_kv_heads ? o->kv_heads : &own;
+  for (int i = n - 1; i >= 0; i--) {  // the most heads first: they need the most cards
+    p.config.n_kv_heads = heads[i];
+    if (p.config.n_heads % heads[i] != 0) {
+      snprintf(err, sizeof err, "--kv-heads %d: must divide the %d query heads of %s", heads[i],
+               p.config.n_heads, p.config.name);
+      return give_up(2, err);
+    }
+    if (!plan_open(&p, &sim_gpu, cards, (double)o->vram, err)) return give_up(1, err);
+    cards = p.cards;
+    if (heads[i] == own) shown = i;
+    SweepReport r =
+        new_report(rows[i], plan_curve(&p, o, rows[i]), o->rules, p.config.name, p.device.name);
+    r.simulated = true;
+    r.bandwidth = p.device.bandwidth;
+    r.rate = p.device.rate;
+    r.cards = cards;
+    r.fp8_kv = p.fp8_kv;
+    reports[i] = r;
+  }
+  p.config.n_kv_heads = heads[shown];
+  print_plan(stdout, &p);
+  print_table_header(stdout, o->rules);
+  for (int i = 0; i < reports[shown].n_rows; i++) print_row(stdout, &rows[shown][i], o->rules);
+  printf("\n");
+  if (n > 1) printf("KV heads  KiB/token  sequences that fit  working point     tok/s\n");
+  for (int i = 0; i < n && n > 1; i++) {
+    p.config.n_kv_heads = heads[i];
+    const Knee* k = &reports[i].knee;
+    const SweepRow* r = k->working < 0 ? &no_row : &rows[i][k->working];
+    printf("%8d%11.1f%20d%15d%10.0f\n", heads[i], plan_kv_bytes(&p) / 1024,
+           plan_fit(&p, o->input_len + o->output_len), r->batch, r->output_tok_s);
+  }
+  if (n > 1) printf("\n");
+  const char* dtype = p.fp8_kv ? "fp16, KV cache fp8" : "fp16";
+  return save_report(&reports[shown], o, dtype, NULL);
 }
 
 // Lines of a file as prompts; returns how many, or -1.
@@ -3121,6 +3433,21 @@ static int cmd_generate(Session* s, const Options* o) {
   return interrupted ? 130 : 0;
 }
 
+static int run_on_device(Session* s, Options* o) {
+  char err[ERR_LEN];
+  if (!open_device(s, o, err)) return give_up(1, err);
+  if (s->device.api == &cpu_backend && strcmp(o->matmul, "auto") != 0)
+    return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
+  if (!open_model(s, o, err)) return give_up(1, err);
+  fill_defaults(o, &s->model.config, s->device.api != &cpu_backend);
+  int status = o->command == CMD_GENERATE  ? cmd_generate(s, o)
+               : o->command == CMD_COMPARE ? cmd_compare(s, o)
+                                           : cmd_sweep(s, o);
+  free_model(&s->model);
+  device_close(&s->device);
+  return status;
+}
+
 // OpenMP threads that spin at a barrier waste whole scheduler slices as soon as anything else runs:
 // 586 ms a step instead of 9 with one busy process beside us (NOTES.md). The library reads its
 // setting before main, so make it and start over, unless the user has chosen.
@@ -3147,16 +3474,10 @@ int main(int argc, char** argv) {
   action.sa_flags = (int)SA_RESETHAND;
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
-  if (!open_device(&s, &o, err)) return give_up(1, err);
-  if (s.device.api == &cpu_backend && strcmp(o.matmul, "auto") != 0)
-    return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
-  if (!open_model(&s, &o, err)) return give_up(1, err);
-  fill_defaults(&o, &s.model.config, s.device.api != &cpu_backend);
-  int status = o.command == CMD_GENERATE  ? cmd_generate(&s, &o)
-               : o.command == CMD_COMPARE ? cmd_compare(&s, &o)
-                                          : cmd_sweep(&s, &o);
-  free_model(&s.model);
-  device_close(&s.device);
+  if (o.command == CMD_PLAN) fill_defaults(&o, &s.model.config, true);
+  int status = o.command == CMD_PLAN   ? cmd_plan(&s, &o)
+               : o.command == CMD_KNEE ? cmd_knee(&o)
+                                       : run_on_device(&s, &o);
   if (fflush(stdout) != 0 || ferror(stdout)) return give_up(1, "standard output: cannot write");
   return status;
 }

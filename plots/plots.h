@@ -362,6 +362,14 @@ static void name_points(const Axes* a, const SweepReport* r, const struct Chart*
   }
 }
 
+// False where nothing was measured that the chart could show: a table from elsewhere.
+static bool has_chart(const SweepReport* r, int chart) {
+  const struct Chart* c = &CHARTS[chart];
+  for (int i = 0; i < r->n_rows; i++)
+    if (!isnan(row_value(r, i, c->x)) && !isnan(row_value(r, i, c->y))) return true;
+  return false;
+}
+
 static Str sweep_title(const SweepReport* r, Str t) {
   if (r->knee.working < 0) t = format_str("No working point: %s", r->knee.why);
   return format_str("%s%s", r->simulated ? "Simulated. " : "", t.s);
@@ -400,10 +408,11 @@ static void draw_summary(Box b, const SweepReport* r, int w) {
   Str tip = format_str("Expect %s tokens/s, P%d %s ms/token.", tok.s, r->rules.percentile, ms.s);
   draw_text(b.x0, b.y0 + 36, 0, room, 36, INK_DARK, sweep_title(r, head).s);
   if (r->knee.working >= 0) draw_text(b.x0, b.y0 + 86, 0, room, 21, INK_DARK, tip.s);
-  for (int k = 0; k < 4; k++) {
-    double x = b.x0 + k % 2 * (width + 60), y = b.y0 + 140 + k / 2 * (height + 48);
+  for (int k = 0, at = 0; k < N_CHARTS && at < 4; k++) {
+    double x = b.x0 + at % 2 * (width + 60), y = b.y0 + 140 + at / 2 * (height + 48);
     Box panel = {x, y, x + width, y + height};
-    draw_chart(panel, r, w, k);
+    if (has_chart(r, k)) draw_chart(panel, r, w, k);
+    at += has_chart(r, k);
   }
 }
 
@@ -414,13 +423,22 @@ static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
     int w = k < N_CHARTS ? 1600 : MAX_W, h = k < N_CHARTS ? 1000 : MAX_H;
     const SweepRow* row = &r->rows[working];
     Box page = {36, 32, w - 36.0, h - 96.0};
+    const char* name = k < N_CHARTS ? CHARTS[k].file : "summary.png";
+    if (k < N_CHARTS && !has_chart(r, k)) {  // nor may one of another run stay there
+      char old[4200];
+      snprintf(old, sizeof old, "%s/%s", dir, name);
+      remove(old);
+      continue;
+    }
     memset(dots, INK_NONE, sizeof dots);
     if (k < N_CHARTS) draw_chart(page, r, working, k);
     if (k == N_CHARTS) draw_summary(page, r, working);
     Str foot = format_str("%s on %s: %d tokens in, %d out; %d requests at batch %d", r->model,
                           r->device, row->input_len, row->output_len, row->n_requests, row->batch);
+    if (row->input_len == 0 || row->output_len == 0 || row->n_requests == 0)
+      foot = format_str("%s on %s", r->model, r->device);  // that is all a foreign table says
     draw_foot(w, h, foot.s, format_str("Why it stops: %s", r->knee.why).s);
-    if (!write_png(w, h, dir, k < N_CHARTS ? CHARTS[k].file : "summary.png", err)) return false;
+    if (!write_png(w, h, dir, name, err)) return false;
   }
   return true;
 }
