@@ -24,7 +24,7 @@ NV = $(NVCC) -O3 -std=c++17 --threads 0 $(GENCODE) $(addprefix -Xcompiler=,$(HOS
 
 PROGRAM = $(if $(NVCC),bs,bs-cpu)
 SOURCES = bs.cu model.h kernels.h weights/loader.h plots/plots.h
-TESTS = test_model test_report test_loader
+TESTS = test_model test_report test_loader test_variants
 
 all: $(PROGRAM)
 
@@ -41,11 +41,11 @@ need-stb:
 	@test -n "$(STB)" || { echo "stb_image_write.h is missing: apt-get install libstb-dev, or make STB=directory"; exit 1; }
 
 # Every test runs against the optimised code and once more under the address and undefined-behaviour sanitizers.
-build/%: tests/%.c tests/check.h $(SOURCES) | need-stb
+build/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) | need-stb
 	@mkdir -p build
 	$(C) -O3 -o $@ $< -lm
 
-build/%-san: tests/%.c tests/check.h $(SOURCES) | need-stb
+build/%-san: tests/%.c $(wildcard tests/*.h) $(SOURCES) | need-stb
 	@mkdir -p build
 	$(C) -O1 $(SANITIZE) -o $@ $< -lm
 
@@ -56,7 +56,7 @@ build/bs-san: $(SOURCES) | need-stb
 test: $(PROGRAM) bs-cpu build/bs-san $(TESTS:%=build/%) $(TESTS:%=build/%-san)
 	tests/run.sh $(TESTS)
 
-build/test_gpu: tests/test_gpu.cu tests/check.h $(SOURCES) | need-stb
+build/test_gpu: tests/test_gpu.cu $(wildcard tests/*.h) $(SOURCES) | need-stb
 	@mkdir -p build
 	$(NV) -o $@ $< $(if $(OPENMP),-lgomp)
 
