@@ -63,6 +63,10 @@ build/test_gpu: tests/test_gpu.cu $(wildcard tests/*.h) $(SOURCES) | need-stb
 gpu-test: build/test_gpu
 	build/test_gpu
 
+# A real model's logits, text and sweep; needs what tests/smollm2.py writes.
+real-test: bs-cpu build/test_real
+	build/test_real
+
 clean:
 	rm -rf build bs bs-cpu
 
@@ -71,7 +75,8 @@ help:
 	@echo "make run        build and sweep batch sizes; results in plots/"
 	@echo "make test       all tests that need no GPU"
 	@echo "make gpu-test   the GPU against the CPU"
+	@echo "make real-test  SmolLM2-135M against transformers (tests/smollm2.py fetches it)"
 	@echo "make clean      remove what was built"
 	@echo "variables: ARCH=sm_86|all, CC=..., NVCC=..., STB=directory of stb_image_write.h"
 
-.PHONY: all run test gpu-test clean help need-stb
+.PHONY: all run test gpu-test real-test clean help need-stb
