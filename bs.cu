@@ -1084,16 +1084,22 @@ static int utf8_length(const unsigned char* s) {
   return n;
 }
 
-static void put_json_string(FILE* f, const char* text) {
+static void put_json_bytes(FILE* f, const char* text, size_t length) {
+  const char* end = text + length;
   fputc('"', f);
-  for (const unsigned char* s = (const unsigned char*)text; *s;) {
+  while (text < end) {
+    const unsigned char* s = (const unsigned char*)text;
     int n = utf8_length(s);
     if (n == 0) fprintf(f, "\\u%04x", *s);
     if (*s == '"' || *s == '\\') fputc('\\', f);
     fwrite(s, 1, (size_t)n, f);
-    s += n > 0 ? n : 1;
+    text += n > 0 ? n : 1;
   }
   fputc('"', f);
+}
+
+static void put_json_string(FILE* f, const char* text) {
+  put_json_bytes(f, text, strlen(text));
 }
 
 // Writes fields such as "'batch': %d, 'user_tok_s': %g, 'bound': %s": their names as a CSV header,
@@ -1593,6 +1599,7 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   return whole;
 }
 #include "plots/plots.h"
+#include "weights/tokenizer.h"
 
 // ---- Commands.
 
@@ -1760,49 +1767,68 @@ static int read_prompts(const char* path, const char** prompts, char* err) {
   return n > 0 ? n : -1;
 }
 
-static void print_continuation(const Request* r, bool json) {
-  char *prompt = (char*)xcalloc((size_t)r->n_prompt + r->n_new + 2, 1),
-       *text = prompt + r->n_prompt + 1;
-  const int* new_tokens = r->tokens + r->n_prompt;
-  for (int i = 0; i < r->n_prompt; i++) prompt[i] = (char)r->tokens[i];
-  for (int i = 0; i < r->n_new - r->ended; i++) text[i] = (char)new_tokens[i];
-  if (!json) printf("%s%s\n\n", prompt, text);
-  if (json) put(stdout, JSON, "{'prompt': %s, 'text': %s, 'ids': [", prompt, text);
-  for (int i = 0; i < r->n_new && json; i++) printf("%s%d", i ? ", " : "", new_tokens[i]);
-  if (json) printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
-  free(prompt);
+// What the new tokens say, up to the one that ended them; special tokens are no text. To be freed.
+static char* decode(const Tokenizer* t, const Request* r, size_t* length) {
+  const int *ids = r->tokens + r->n_prompt, n = r->n_new - r->ended;
+  *length = 0;
+  for (int i = 0; i < n; i++) *length += (size_t)t->tokens[ids[i]].n;
+  char *text = (char*)xcalloc(*length + 1, 1), *to = text;
+  for (int i = 0; i < n; i++) {
+    const Token* token = &t->tokens[ids[i]];
+    if (token->special || token->n == 0) continue;
+    memcpy(to, token->text, (size_t)token->n);
+    to += token->n;
+  }
+  *length = (size_t)(to - text);
+  return text;
 }
 
-static int cmd_generate(Session* s, const Options* o) {
-  char err[ERR_LEN];
-  const Config* c = &s->model.config;
-  const char* prompts[MAX_PROMPTS];
-  int n = o->n_prompts, longest = 0, out = o->output_len;
-  for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
-  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
-    return give_up(1, err);
-  if (c->vocab_size != 256) {
-    snprintf(
-        err, sizeof err,
-        "generate reads and writes bytes, so it needs a model with a vocabulary of 256; %s has %d",
-        c->name, c->vocab_size);
-    return give_up(2, err);
+static void print_continuation(const Tokenizer* t, const Request* r, const char* prompt,
+                               bool json) {
+  size_t length;
+  char* text = decode(t, r, &length);
+  if (!json) {
+    fputs(prompt, stdout);
+    fwrite(text, 1, length, stdout);
+    fputs("\n\n", stdout);
+  } else {
+    put(stdout, JSON, "{'prompt': %s, 'text': ", prompt);
+    put_json_bytes(stdout, text, length);
+    printf(", \"ids\": [");
+    for (int i = 0; i < r->n_new; i++) printf("%s%d", i ? ", " : "", r->tokens[r->n_prompt + i]);
+    printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
   }
+  free(text);
+}
+
+// Prompt i as a request. False: err says why it can never run.
+static bool prompt_request(Request* r, const Tokenizer* t, const Config* c, const Options* o,
+                           const char* prompt, int i, char* err) {
+  const size_t bytes = strlen(prompt);
+  int* ids = (int*)xcalloc(bytes + 4, sizeof(int));
+  const int n = encode(t, prompt, bytes, ids, err), out = o->output_len;
+  const bool fits = n >= 0 && (long)n + out <= c->max_context;
+  if (n >= 0 && !fits)
+    say(err, ERR_LEN, "prompt %d has %d tokens; with %d new ones it exceeds %s's context of %d",
+        i + 1, n, out, c->name, c->max_context);
+  if (fits) {
+    make_request(r, c, n, out, (uint32_t)o->seed, i);
+    r->temperature = (float)o->temperature;
+    memcpy(r->tokens, ids, (size_t)n * sizeof(int));
+  }
+  free(ids);
+  return fits;
+}
+
+static int generate_texts(Session* s, const Options* o, const Tokenizer* t, const char** prompts,
+                          int n) {
+  char err[ERR_LEN];
+  int longest = 0, out = o->output_len;
   Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, o->step_tokens, true};
   for (int i = 0; i < n; i++) {
-    size_t bytes = strlen(prompts[i]);
-    if (bytes + out > (size_t)c->max_context) {
-      snprintf(err, sizeof err,
-               "prompt %d has %zu bytes; with %d new ones it exceeds %s's context of %d", i + 1,
-               bytes, out, c->name, c->max_context);
+    if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err))
       return give_up(2, err);
-    }
-    int length = (int)bytes;
-    longest = length > longest ? length : longest;
-    make_request(&w.requests[i], c, length, out, (uint32_t)o->seed, i);
-    w.requests[i].temperature = (float)o->temperature;
-    for (int j = 0; j < length; j++) w.requests[i].tokens[j] = (unsigned char)prompts[i][j];
-    if (o->prompts_file) free((void*)prompts[i]);
+    longest = w.requests[i].n_prompt > longest ? w.requests[i].n_prompt : longest;
   }
   Engine e;
   RunStats stats;
@@ -1812,11 +1838,36 @@ static int cmd_generate(Session* s, const Options* o) {
     return give_up(1, err);
   if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
   run_requests(&e, &w, INFINITY, &stats);
-  for (int i = 0; i < n; i++) print_continuation(&w.requests[i], o->json);
+  for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);
   engine_close(&e);
   free_requests(w.requests, n);
   weights_close(&s->weights, &s->device);
   return interrupted ? 130 : 0;
+}
+
+static int cmd_generate(Session* s, const Options* o) {
+  char err[ERR_LEN], path[PATH_LEN];
+  const Config* c = &s->model.config;
+  const char *prompts[MAX_PROMPTS], *dir = choose_model(s, o);
+  Tokenizer t;
+  int n = o->n_prompts;
+  for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
+  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
+    return give_up(1, err);
+  snprintf(path, sizeof path, "%s/tokenizer.json", dir);
+  if (c->vocab_size != 256 && access(path, F_OK) != 0) {
+    say(err, sizeof err,
+        "generate needs a tokenizer.json beside the model, or a vocabulary of 256, which are "
+        "bytes; "
+        "%s has %d",
+        c->name, c->vocab_size);
+    return give_up(2, err);
+  }
+  if (!load_tokenizer(dir, c->vocab_size, &t, err)) return give_up(1, err);
+  const int status = generate_texts(s, o, &t, prompts, n);
+  for (int i = 0; i < n && o->prompts_file; i++) free((void*)prompts[i]);
+  free_tokenizer(&t);
+  return status;
 }
 
 // OpenMP threads that spin at a barrier waste whole scheduler slices as soon as anything else runs:

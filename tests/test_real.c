@@ -3,6 +3,7 @@
 #define BS_NO_MAIN
 #include "../bs.cu"
 #include "check.h"
+#include "corpus.h"
 #include "reference.h"
 
 // fp32 sums in another order than PyTorch's, over 30 layers; the weights are the same fp16 numbers.
@@ -16,6 +17,7 @@ int main(int argc, char** argv) {
     printf("skipped: no %s (python3 tests/smollm2.py makes it)\n", dir);
     return check_report();
   }
+  printf("%s: %d tokens in 2,000 texts\n", dir, test_corpus(dir, 49152, 16));
   if (!device_open(&d, &cpu_backend, 0, err)) die("%s", err);
   test_reference(&d, dir, "reference.bin", TOLERANCE);
   device_close(&d);

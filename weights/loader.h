@@ -61,17 +61,26 @@ static bool json_number(const char* value, double* out) {
   return end != value && isfinite(*out) && strchr(JSON_SPACE ",]}", *end) != NULL;
 }
 
-// Steps *at through an object: the next value, or NULL at its closing bracket or at a fault.
-static const char* json_next(const char** at, char key[NAME_LEN]) {
+// Steps *at through an object: the next value, its key still quoted, or NULL at its closing bracket
+// or at a fault.
+static const char* json_member(const char** at, const char** key) {
   *at += strspn(*at, JSON_SPACE);
   if (**at != '{' && **at != ',') return NULL;
   *at += 1 + strspn(*at + 1, JSON_SPACE);
-  if (!json_string(*at, key, NAME_LEN)) return NULL;
+  *key = *at;
   const char* value = json_skip(*at);
-  if (*value != ':') return NULL;
+  if (**at != '"' || *value != ':') return NULL;
   value += 1 + strspn(value + 1, JSON_SPACE);
   *at = json_skip(value);
   return value;
+}
+
+// The same with the key read.
+static const char* json_next(const char** at, char key[NAME_LEN]) {
+  const char *quoted, *value = json_member(at, &quoted);
+  if (value == NULL || json_string(quoted, key, NAME_LEN)) return value;
+  *at = quoted;
+  return NULL;
 }
 
 // The value of a key; NULL when it is missing, null or false. The last one counts, as in Python.
