@@ -223,9 +223,16 @@ static size_t cpu_used(void) {  // resident bytes of this process
   return pages * (size_t)sysconf(_SC_PAGESIZE);
 }
 
-static void* cpu_alloc(size_t bytes) {  // touched, so that it counts as resident from now on
-  void* p = aligned_alloc(64, (bytes + 63) / 64 * 64);
-  if (p) memset(p, 0, bytes);
+// Touched, so that it counts as resident from now on. Huge pages, where the system has them, make
+// that twice as fast.
+static void* cpu_alloc(size_t bytes) {
+  const size_t huge = (size_t)2 << 20, unit = bytes < 4 * huge ? 64 : huge;
+  char* p = (char*)aligned_alloc(unit, (bytes + unit - 1) / unit * unit);
+  if (p && unit == huge) madvise(p, bytes, MADV_HUGEPAGE);
+  if (!p) return NULL;
+  PARALLEL_FOR
+  for (size_t at = 0; at < bytes; at += huge)
+    memset(p + at, 0, bytes - at < huge ? bytes - at : huge);
   return p;
 }
 
@@ -1196,13 +1203,28 @@ static bool find_sim_gpu(const char* spec, SimGpu* out, char* err) {
 
 // ---- The CPU as a device: a step is done when submit returns.
 
+// A tile of 8 rows, which every RowMap keeps together, is turned in the L1 cache: rows are read and
+// columns are written in runs.
+static void fill_tile(Matrix* m, const Tensor* from, RowMap map, int row, int col) {
+  enum { ROWS = 8, COLS = 256 };
+  f16 tile[ROWS][COLS];
+  const int n_rows = from->rows - row < ROWS ? from->rows - row : ROWS;
+  const int n_cols = from->cols - col < COLS ? from->cols - col : COLS;
+  for (int r = 0; r < n_rows; r++)
+    for (int c = 0; c < n_cols; c++)
+      tile[r][c] = tensor_at(from, (size_t)(row + r) * from->cols + col + c);
+  f16* to = m->w + panel_index(map_row(map, row), col, m->k);
+  for (int c = 0; c < n_cols; c++)
+    for (int r = 0; r < n_rows; r++) to[c * PANEL + r] = tile[r][c];
+}
+
 static bool cpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
   (void)packed;  // there is one layout
   PARALLEL_FOR
-  for (int row = 0; row < from->rows; row++)
-    for (int col = 0; col < from->cols; col++)
-      m->w[panel_index(map_row(map, row), col, m->k)] =
-          tensor_at(from, (size_t)row * from->cols + col);
+  for (int first = 0; first < from->rows; first += PANEL)
+    for (int col = 0; col < from->cols; col += 256)
+      for (int row = first; row < from->rows && row < first + PANEL; row += 8)
+        fill_tile(m, from, map, row, col);
   return true;
 }
 
@@ -1467,7 +1489,10 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
   if (!c->tied)
     ok = ok && matrix_open(w, d, &w->head, c->vocab_size, c->dim, false) &&
          fill_matrix(w, d, &w->head, &m->head, 0, 0);
-  for (int i = 0; i < c->n_layers && ok; i++) ok = layer_open(w, d, &w->layers[i], &m->layers[i]);
+  for (int i = 0; i < c->n_layers && ok; i++) {
+    ok = layer_open(w, d, &w->layers[i], &m->layers[i]);
+    for (int j = 0; j < m->n_maps; j++) forget_pages(&m->maps[j]);
+  }
   float* angles = (float*)xcalloc((size_t)positions * c->head_dim, sizeof(float));
   rope_table(c, positions, angles);
   w->final_norm = ok ? floats_open(d, &m->final_norm, NULL, c->dim) : NULL;
@@ -1625,16 +1650,22 @@ static int utf8_length(const unsigned char* s) {
   return n;
 }
 
-static void put_json_string(FILE* f, const char* text) {
+static void put_json_bytes(FILE* f, const char* text, size_t length) {
+  const char* end = text + length;
   fputc('"', f);
-  for (const unsigned char* s = (const unsigned char*)text; *s;) {
+  while (text < end) {
+    const unsigned char* s = (const unsigned char*)text;
     int n = utf8_length(s);
     if (n == 0) fprintf(f, "\\u%04x", *s);
     if (*s == '"' || *s == '\\') fputc('\\', f);
     fwrite(s, 1, (size_t)n, f);
-    s += n > 0 ? n : 1;
+    text += n > 0 ? n : 1;
   }
   fputc('"', f);
+}
+
+static void put_json_string(FILE* f, const char* text) {
+  put_json_bytes(f, text, strlen(text));
 }
 
 // Writes fields such as "'batch': %d, 'user_tok_s': %g, 'bound': %s": their names as a CSV header,
@@ -2278,10 +2309,17 @@ typedef struct {
   Device device;
   Model model;
   Weights weights;
+  double load_start;  // seconds on now()'s clock
 } Session;
 
 static void on_interrupt(int signal_number) {
   interrupted = signal_number;
+}
+
+// A mapped file that shrinks, or a disk that fails, shows as this signal and not as an error code.
+static void on_bus_error(int signal_number) {
+  static const char why[] = "bs: a weight file cannot be read to its end: cut short meanwhile?\n";
+  _exit(signal_number && write(2, why, sizeof why - 1) >= 0);
 }
 
 // A stand-in text: ids drawn from a hash of (seed, request, position).
@@ -2568,6 +2606,7 @@ static void print_plan(FILE* f, const Plan* p) {
 }
 
 #include "plots/plots.h"
+#include "weights/tokenizer.h"
 
 // ---- Commands.
 
@@ -2613,6 +2652,7 @@ static const char* choose_model(const Session* s, const Options* o) {
 static bool open_model(Session* s, const Options* o, char* err) {
   const char* name = choose_model(s, o);
   const Config* preset = find_preset(name);
+  s->load_start = now();
   if (preset && random_model(preset, (uint32_t)o->seed, &s->model)) return true;
   struct stat st;
   if (stat(name, &st) == 0) return load_model(name, &s->model, err);
@@ -2678,14 +2718,14 @@ static int cmd_sweep(Session* s, const Options* o) {
   ResultFile csv;
   if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
     return give_up(1, err);
-  double start = now();
   if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul),
                     o->input_len + o->output_len, err)) {
     result_drop(&csv);
     return give_up(1, err);
   }
   printf("%s on %s: %.0f M parameters, loaded in %.1f s; %d prompt + %d new tokens\n", c->name,
-         s->device.name, parameter_count(c) / 1e6, now() - start, o->input_len, o->output_len);
+         s->device.name, parameter_count(c) / 1e6, now() - s->load_start, o->input_len,
+         o->output_len);
   printf(
       "probed ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.1f GiB, limit %.1f GiB\n\n",
       s->device.bandwidth / 1e9, s->device.rate / 1e12, s->device.total / GIB,
@@ -2869,19 +2909,6 @@ static int read_prompts(const char* path, const char** prompts, char* err) {
   free(line);
   fclose(f);
   return n > 0 ? n : -1;
-}
-
-static void print_continuation(const Request* r, bool json) {
-  char *prompt = (char*)xcalloc((size_t)r->n_prompt + r->n_new + 2, 1),
-       *text = prompt + r->n_prompt + 1;
-  const int* new_tokens = r->tokens + r->n_prompt;
-  for (int i = 0; i < r->n_prompt; i++) prompt[i] = (char)r->tokens[i];
-  for (int i = 0; i < r->n_new - r->ended; i++) text[i] = (char)new_tokens[i];
-  if (!json) printf("%s%s\n\n", prompt, text);
-  if (json) put(stdout, JSON, "{'prompt': %s, 'text': %s, 'ids': [", prompt, text);
-  for (int i = 0; i < r->n_new && json; i++) printf("%s%d", i ? ", " : "", new_tokens[i]);
-  if (json) printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
-  free(prompt);
 }
 
 // ---- Compare: one stream of requests through every policy, on the same engine.
@@ -3385,37 +3412,69 @@ static int cmd_compare(Session* s, const Options* o) {
   return interrupted ? 130 : differs > 0;
 }
 
-static int cmd_generate(Session* s, const Options* o) {
-  char err[ERR_LEN];
-  const Config* c = &s->model.config;
-  const char* prompts[MAX_PROMPTS];
-  int n = o->n_prompts, longest = 0, out = o->output_len;
-  for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
-  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
-    return give_up(1, err);
-  if (c->vocab_size != 256) {
-    snprintf(
-        err, sizeof err,
-        "generate reads and writes bytes, so it needs a model with a vocabulary of 256; %s has %d",
-        c->name, c->vocab_size);
-    return give_up(2, err);
+// What the new tokens say, up to the one that ended them; special tokens are no text. To be freed.
+static char* decode(const Tokenizer* t, const Request* r, size_t* length) {
+  const int *ids = r->tokens + r->n_prompt, n = r->n_new - r->ended;
+  *length = 0;
+  for (int i = 0; i < n; i++) *length += (size_t)t->tokens[ids[i]].n;
+  char *text = (char*)xcalloc(*length + 1, 1), *to = text;
+  for (int i = 0; i < n; i++) {
+    const Token* token = &t->tokens[ids[i]];
+    if (token->special || token->n == 0) continue;
+    memcpy(to, token->text, (size_t)token->n);
+    to += token->n;
   }
+  *length = (size_t)(to - text);
+  return text;
+}
+
+static void print_continuation(const Tokenizer* t, const Request* r, const char* prompt,
+                               bool json) {
+  size_t length;
+  char* text = decode(t, r, &length);
+  if (!json) {
+    fputs(prompt, stdout);
+    fwrite(text, 1, length, stdout);
+    fputs("\n\n", stdout);
+  } else {
+    put(stdout, JSON, "{'prompt': %s, 'text': ", prompt);
+    put_json_bytes(stdout, text, length);
+    printf(", \"ids\": [");
+    for (int i = 0; i < r->n_new; i++) printf("%s%d", i ? ", " : "", r->tokens[r->n_prompt + i]);
+    printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
+  }
+  free(text);
+}
+
+// Prompt i as a request. False: err says why it can never run.
+static bool prompt_request(Request* r, const Tokenizer* t, const Config* c, const Options* o,
+                           const char* prompt, int i, char* err) {
+  const size_t bytes = strlen(prompt);
+  int* ids = (int*)xcalloc(bytes + 4, sizeof(int));
+  const int n = encode(t, prompt, bytes, ids, err), out = o->output_len;
+  const bool fits = n >= 0 && (long)n + out <= c->max_context;
+  if (n >= 0 && !fits)
+    say(err, ERR_LEN, "prompt %d has %d tokens; with %d new ones it exceeds %s's context of %d",
+        i + 1, n, out, c->name, c->max_context);
+  if (fits) {
+    make_request(r, c, n, out, (uint32_t)o->seed, i);
+    r->temperature = (float)o->temperature;
+    memcpy(r->tokens, ids, (size_t)n * sizeof(int));
+  }
+  free(ids);
+  return fits;
+}
+
+static int generate_texts(Session* s, const Options* o, const Tokenizer* t, const char** prompts,
+                          int n) {
+  char err[ERR_LEN];
+  int longest = 0, out = o->output_len;
   Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
   Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true, NULL};
   for (int i = 0; i < n; i++) {
-    size_t bytes = strlen(prompts[i]);
-    if (bytes + out > (size_t)c->max_context) {
-      snprintf(err, sizeof err,
-               "prompt %d has %zu bytes; with %d new ones it exceeds %s's context of %d", i + 1,
-               bytes, out, c->name, c->max_context);
+    if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err))
       return give_up(2, err);
-    }
-    int length = (int)bytes;
-    longest = length > longest ? length : longest;
-    make_request(&w.requests[i], c, length, out, (uint32_t)o->seed, i);
-    w.requests[i].temperature = (float)o->temperature;
-    for (int j = 0; j < length; j++) w.requests[i].tokens[j] = (unsigned char)prompts[i][j];
-    if (o->prompts_file) free((void*)prompts[i]);
+    longest = w.requests[i].n_prompt > longest ? w.requests[i].n_prompt : longest;
   }
   Engine e;
   RunStats stats;
@@ -3426,11 +3485,36 @@ static int cmd_generate(Session* s, const Options* o) {
   if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
   run_requests(&e, &w, INFINITY, &stats);
   free(stats.spans);
-  for (int i = 0; i < n; i++) print_continuation(&w.requests[i], o->json);
+  for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);
   engine_close(&e);
   free_requests(w.requests, n);
   weights_close(&s->weights, &s->device);
   return interrupted ? 130 : 0;
+}
+
+static int cmd_generate(Session* s, const Options* o) {
+  char err[ERR_LEN], path[PATH_LEN];
+  const Config* c = &s->model.config;
+  const char *prompts[MAX_PROMPTS], *dir = choose_model(s, o);
+  Tokenizer t;
+  int n = o->n_prompts;
+  for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
+  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
+    return give_up(1, err);
+  snprintf(path, sizeof path, "%s/tokenizer.json", dir);
+  if (c->vocab_size != 256 && access(path, F_OK) != 0) {
+    say(err, sizeof err,
+        "generate needs a tokenizer.json beside the model, or a vocabulary of 256, which are "
+        "bytes; "
+        "%s has %d",
+        c->name, c->vocab_size);
+    return give_up(2, err);
+  }
+  if (!load_tokenizer(dir, c->vocab_size, &t, err)) return give_up(1, err);
+  const int status = generate_texts(s, o, &t, prompts, n);
+  for (int i = 0; i < n && o->prompts_file; i++) free((void*)prompts[i]);
+  free_tokenizer(&t);
+  return status;
 }
 
 static int run_on_device(Session* s, Options* o) {
@@ -3474,6 +3558,8 @@ int main(int argc, char** argv) {
   action.sa_flags = (int)SA_RESETHAND;
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
+  action.sa_handler = on_bus_error;
+  sigaction(SIGBUS, &action, NULL);
   if (o.command == CMD_PLAN) fill_defaults(&o, &s.model.config, true);
   int status = o.command == CMD_PLAN   ? cmd_plan(&s, &o)
                : o.command == CMD_KNEE ? cmd_knee(&o)
