@@ -24,7 +24,7 @@ NV = $(NVCC) -O3 -std=c++17 --threads 0 $(GENCODE) $(addprefix -Xcompiler=,$(HOS
 
 PROGRAM = $(if $(NVCC),bs,bs-cpu)
 SOURCES = bs.cu model.h kernels.h weights/loader.h plots/plots.h
-TESTS = test_model test_report test_loader
+TESTS = test_model test_report test_loader test_sched
 
 all: $(PROGRAM)
 
