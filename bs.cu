@@ -1897,7 +1897,7 @@ static int draw_length(const Dist* d, uint32_t* state) {
   if (d->kind == DIST_UNIFORM) x = d->a + floor((d->b - d->a + 1) * next_uniform(state));
   if (d->kind == DIST_EXP) x = -d->a * log(next_uniform(state));
   if (d->kind == DIST_LOGNORMAL) x = d->a * exp(d->b * next_normal(state) - d->b * d->b / 2);
-  return (int)fmin(fmax(round(x), 1), d->cap > 0 ? d->cap : MOST_TOKENS);
+  return (int)fmin(fmax(round(x), 1), d->cap > 0 ? d->cap : 1.0 * MOST_TOKENS);
 }
 
 typedef struct {
