@@ -692,8 +692,7 @@ static void draw_variance(Box b, const CompareReport* r) {
 
 // Draws who held which slot, how long requests waited and, where it was measured, what the spread
 // of output lengths does, each into a file of dir.
-static bool plot_compare(const CompareReport* r, const char* dir,
-                                                 char* err) {
+static bool plot_compare(const CompareReport* r, const char* dir, char* err) {
   static const char* const FILES[] = {"schedule.png", "policies.png", "variance.png"};
   static const char* const NOTES[] = {
       "A slot is a row of the batch. Static batching frees all when the longest answer of a batch "
