@@ -310,12 +310,40 @@ static void test_walk(void) {
   FILE* f = fmemopen(text, sizeof text, "w");
   print_walk(f, &s);
   fclose(f);
-  CHECK(has(text, "    1     100.0       -       10.00       -      -  ok\n"));
+  CHECK(has(text, "    1     100.0       -       10.00       -      -      -  ok\n"));
   // Two doublings: 3.6^(1/2) = 1.897. From 4 to 16: (500/360)^(1/2) = 1.179.
-  CHECK(has(text, "    4     360.0  +89.7%           -       -      -  ok: working point\n"));
-  CHECK(has(text, "    8         -       -           -       -      -  stop: memory\n"));
-  CHECK(has(text, "   16     500.0  +17.9%       80.00       -      -  beyond\n") &&
+  CHECK(
+      has(text, "    4     360.0  +89.7%           -       -      -      -  ok: working point\n"));
+  CHECK(has(text, "    8         -       -           -       -      -      -  stop: memory\n"));
+  CHECK(has(text, "   16     500.0  +17.9%       80.00       -      -      -  beyond\n") &&
         !has(text, "nan"));
+}
+
+static Plan plan_of(const char* model, const char* gpu, int cards, int in, int out) {
+  Plan p;
+  SimGpu g;
+  memset(&p, 0, sizeof p);
+  p.config = *find_preset(model);
+  p.input_len = in;
+  p.output_len = out;
+  p.step_tokens = 4096;
+  p.watermark_pct = 90;
+  *err = '\0';
+  CHECK(find_sim_gpu(gpu, &g, err));
+  plan_open(&p, &g, cards, 0, err);
+  return p;
+}
+
+// Beside vLLM's Llama-2-7B stands the roofline of an H100: batch 1 reads (6.738e9 - 0.131e9) * 2 B
+// of weights and 512 KiB * 361 of KV at 3.35 TB/s: 4.00 ms of 10.78.
+static void test_roofline_of_others(void) {
+  int n = read_measurements("tests/data/sweep_vllm_h100_bg_llama-2-7b.csv", 200, 323, rows, err);
+  Plan p = plan_of("llama-2-7b", "h100", 0, 200, 323);
+  add_roofline(&p, rows, n);
+  CHECK(fabs(rows[0].roof_us - 4001) < 2 && near(rows[0].step_us, 10777.7), "%g", rows[0].roof_us);
+  CHECK(fabs(rows[0].roof_pct - 37.1) < 0.1 && rows[0].bound == BOUND_OVERHEAD);
+  CHECK(rows[11].batch == 512 && isnan(rows[11].roof_us));  // 128 GiB of KV: it did not run at once
+  for (int i = 0; i < n; i++) CHECK(!(rows[i].roof_pct > 100));
 }
 
 // ---- GPUs and the plan
@@ -349,21 +377,6 @@ static void test_sim_gpu(void) {
     CHECK(sim_gpus[i].rate / sim_gpus[i].bandwidth > 70 &&
               sim_gpus[i].rate / sim_gpus[i].bandwidth < 410,
           "%s", sim_gpus[i].name);
-}
-
-static Plan plan_of(const char* model, const char* gpu, int cards, int in, int out) {
-  Plan p;
-  SimGpu g;
-  memset(&p, 0, sizeof p);
-  p.config = *find_preset(model);
-  p.input_len = in;
-  p.output_len = out;
-  p.step_tokens = 4096;
-  p.watermark_pct = 90;
-  *err = '\0';
-  CHECK(find_sim_gpu(gpu, &g, err));
-  plan_open(&p, &g, cards, 0, err);
-  return p;
 }
 
 // What article 2, section 4.4 says of Llama-2-70B.
@@ -618,6 +631,7 @@ int main(void) {
   test_others_sweeps();
   test_llama_cpp();
   test_walk();
+  test_roofline_of_others();
   test_sim_gpu();
   test_plan_memory();
   test_plan_curve();
