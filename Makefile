@@ -23,8 +23,8 @@ HOST = -ffp-contract=fast $(NATIVE) $(OPENMP) $(WARN)
 NV = $(NVCC) -O3 -std=c++17 --threads 0 $(GENCODE) $(addprefix -Xcompiler=,$(HOST)) -isystem $(STB)
 
 PROGRAM = $(if $(NVCC),bs,bs-cpu)
-SOURCES = bs.cu model.h kernels.h weights/loader.h plots/plots.h interop.h
-TESTS = test_model test_report test_loader test_plots test_advice
+SOURCES = bs.cu model.h kernels.h interop.h weights/loader.h weights/tokenizer.h plots/plots.h
+TESTS = test_model test_report test_loader test_variants test_tokenizer test_sched test_plots test_advice
 
 all: $(PROGRAM)
 
@@ -41,11 +41,11 @@ need-stb:
 	@test -n "$(STB)" || { echo "stb_image_write.h is missing: apt-get install libstb-dev, or make STB=directory"; exit 1; }
 
 # Every test runs against the optimised code and once more under the address and undefined-behaviour sanitizers.
-build/%: tests/%.c tests/check.h $(SOURCES) | need-stb
+build/%: tests/%.c $(wildcard tests/*.h) $(SOURCES) | need-stb
 	@mkdir -p build
 	$(C) -O3 -o $@ $< -lm
 
-build/%-san: tests/%.c tests/check.h $(SOURCES) | need-stb
+build/%-san: tests/%.c $(wildcard tests/*.h) $(SOURCES) | need-stb
 	@mkdir -p build
 	$(C) -O1 $(SANITIZE) -o $@ $< -lm
 
@@ -56,12 +56,16 @@ build/bs-san: $(SOURCES) | need-stb
 test: $(PROGRAM) bs-cpu build/bs-san $(TESTS:%=build/%) $(TESTS:%=build/%-san)
 	tests/run.sh $(TESTS)
 
-build/test_gpu: tests/test_gpu.cu tests/check.h $(SOURCES) | need-stb
+build/test_gpu: tests/test_gpu.cu $(wildcard tests/*.h) $(SOURCES) | need-stb
 	@mkdir -p build
 	$(NV) -o $@ $< $(if $(OPENMP),-lgomp)
 
 gpu-test: build/test_gpu
 	build/test_gpu
+
+# A real model's logits, text and sweep; needs what tests/smollm2.py writes.
+real-test: bs-cpu build/test_real
+	build/test_real
 
 clean:
 	rm -rf build bs bs-cpu
@@ -71,7 +75,8 @@ help:
 	@echo "make run        build and sweep batch sizes; results in plots/"
 	@echo "make test       all tests that need no GPU"
 	@echo "make gpu-test   the GPU against the CPU"
+	@echo "make real-test  SmolLM2-135M against transformers (tests/smollm2.py fetches it)"
 	@echo "make clean      remove what was built"
 	@echo "variables: ARCH=sm_86|all, CC=..., NVCC=..., STB=directory of stb_image_write.h"
 
-.PHONY: all run test gpu-test clean help need-stb
+.PHONY: all run test gpu-test real-test clean help need-stb

@@ -223,9 +223,16 @@ static size_t cpu_used(void) {  // resident bytes of this process
   return pages * (size_t)sysconf(_SC_PAGESIZE);
 }
 
-static void* cpu_alloc(size_t bytes) {  // touched, so that it counts as resident from now on
-  void* p = aligned_alloc(64, (bytes + 63) / 64 * 64);
-  if (p) memset(p, 0, bytes);
+// Touched, so that it counts as resident from now on. Huge pages, where the system has them, make
+// that twice as fast.
+static void* cpu_alloc(size_t bytes) {
+  const size_t huge = (size_t)2 << 20, unit = bytes < 4 * huge ? 64 : huge;
+  char* p = (char*)aligned_alloc(unit, (bytes + unit - 1) / unit * unit);
+  if (p && unit == huge) madvise(p, bytes, MADV_HUGEPAGE);
+  if (!p) return NULL;
+  PARALLEL_FOR
+  for (size_t at = 0; at < bytes; at += huge)
+    memset(p + at, 0, bytes - at < huge ? bytes - at : huge);
   return p;
 }
 
@@ -649,12 +656,13 @@ typedef struct {
   Policy policy;
   Limits limits;
   bool stop_at_eos;
+  const char* progress;  // shown on a terminal while it runs; NULL = nothing
 } Workload;
 
 typedef struct {               // of all runs since the caller zeroed it
   StepTotals prefill, decode;  // steps with a part of a prompt, and without
   double start, end, busy;     // of the last run, on the device's clock; seconds of all
-  int preemptions, rejected, timed_out;
+  int finished, preemptions, rejected, timed_out;
   Span* spans;  // for the caller to free
   int n_spans, cap_spans;
   double computed, wasted;      // tokens; padding and finished rows among them
@@ -974,6 +982,18 @@ static void plan_step(Scheduler* s, Planned* p) {
 // ---- The engine loop: plan, submit, collect. Steps are queued ahead, since the next one does not
 // depend on which tokens the last one sampled - unless one of them may be an end token.
 
+// A line on a terminal, rewritten: what is done, and how long the rest will take. what NULL: quiet.
+static void progress(const char* what, int done, int of, double start) {
+  static double shown;
+  double t = now();
+  bool over = done >= of;
+  if (what == NULL || !isatty(2) || (t - shown < 0.1 && !over)) return;
+  shown = t;
+  double left = done > 0 ? (t - start) * (of - done) / done : 0;
+  fprintf(stderr, "\r%s: %d of %d, about %.0f s left\033[K", what, done, of, left);
+  if (over) fprintf(stderr, "\r\033[K");
+}
+
 static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
   RunStats* stats = s->stats;
   const Config* c = &s->e->w->config;
@@ -992,6 +1012,7 @@ static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
     if (isnan(span_of(s, r)->first)) span_of(s, r)->first = t;
     if (!r->ended && r->n_new < r->max_new) continue;
     r->status = FINISHED;
+    stats->finished++;
     span_of(s, r)->finish = t;
   }
   // A static batch answers as one: first tokens are out when its last prompt has been read.
@@ -1076,7 +1097,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
   scheduler_open(&s, e, w, stats);
   for (int i = 0; i < depth; i++)
     planned_init(&planned[i], w->limits.step_tokens + w->limits.max_batch, w->limits.max_batch);
-  double previous_end = stats->start;
+  double previous_end = stats->start, began = now();
   bool cut = false;
   for (;;) {
     double t = api->clock(e) - stats->start;
@@ -1098,6 +1119,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
     }
     if (submitted - collected == depth || (in_flight && !more)) {
       collect_step(&s, &planned[collected++ % depth], &previous_end);
+      progress(w->progress, stats->finished, w->n - stats->rejected - stats->timed_out, began);
     } else if (!more && (cut || (s.n_arrived == w->n && s.n_queue + s.n_running == 0))) {
       break;
     } else if (!more && s.n_running == 0) {
@@ -1181,13 +1203,28 @@ static bool find_sim_gpu(const char* spec, SimGpu* out, char* err) {
 
 // ---- The CPU as a device: a step is done when submit returns.
 
+// A tile of 8 rows, which every RowMap keeps together, is turned in the L1 cache: rows are read and
+// columns are written in runs.
+static void fill_tile(Matrix* m, const Tensor* from, RowMap map, int row, int col) {
+  enum { ROWS = 8, COLS = 256 };
+  f16 tile[ROWS][COLS];
+  const int n_rows = from->rows - row < ROWS ? from->rows - row : ROWS;
+  const int n_cols = from->cols - col < COLS ? from->cols - col : COLS;
+  for (int r = 0; r < n_rows; r++)
+    for (int c = 0; c < n_cols; c++)
+      tile[r][c] = tensor_at(from, (size_t)(row + r) * from->cols + col + c);
+  f16* to = m->w + panel_index(map_row(map, row), col, m->k);
+  for (int c = 0; c < n_cols; c++)
+    for (int r = 0; r < n_rows; r++) to[c * PANEL + r] = tile[r][c];
+}
+
 static bool cpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
   (void)packed;  // there is one layout
   PARALLEL_FOR
-  for (int row = 0; row < from->rows; row++)
-    for (int col = 0; col < from->cols; col++)
-      m->w[panel_index(map_row(map, row), col, m->k)] =
-          tensor_at(from, (size_t)row * from->cols + col);
+  for (int first = 0; first < from->rows; first += PANEL)
+    for (int col = 0; col < from->cols; col += 256)
+      for (int row = first; row < from->rows && row < first + PANEL; row += 8)
+        fill_tile(m, from, map, row, col);
   return true;
 }
 
@@ -1452,7 +1489,10 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
   if (!c->tied)
     ok = ok && matrix_open(w, d, &w->head, c->vocab_size, c->dim, false) &&
          fill_matrix(w, d, &w->head, &m->head, 0, 0);
-  for (int i = 0; i < c->n_layers && ok; i++) ok = layer_open(w, d, &w->layers[i], &m->layers[i]);
+  for (int i = 0; i < c->n_layers && ok; i++) {
+    ok = layer_open(w, d, &w->layers[i], &m->layers[i]);
+    for (int j = 0; j < m->n_maps; j++) forget_pages(&m->maps[j]);
+  }
   float* angles = (float*)xcalloc((size_t)positions * c->head_dim, sizeof(float));
   rope_table(c, positions, angles);
   w->final_norm = ok ? floats_open(d, &m->final_norm, NULL, c->dim) : NULL;
@@ -1610,16 +1650,22 @@ static int utf8_length(const unsigned char* s) {
   return n;
 }
 
-static void put_json_string(FILE* f, const char* text) {
+static void put_json_bytes(FILE* f, const char* text, size_t length) {
+  const char* end = text + length;
   fputc('"', f);
-  for (const unsigned char* s = (const unsigned char*)text; *s;) {
+  while (text < end) {
+    const unsigned char* s = (const unsigned char*)text;
     int n = utf8_length(s);
     if (n == 0) fprintf(f, "\\u%04x", *s);
     if (*s == '"' || *s == '\\') fputc('\\', f);
     fwrite(s, 1, (size_t)n, f);
-    s += n > 0 ? n : 1;
+    text += n > 0 ? n : 1;
   }
   fputc('"', f);
+}
+
+static void put_json_string(FILE* f, const char* text) {
+  put_json_bytes(f, text, strlen(text));
 }
 
 // Writes fields such as "'batch': %d, 'user_tok_s': %g, 'bound': %s": their names as a CSV header,
@@ -1944,7 +1990,8 @@ static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
                  MOST_TOKENS);
     ++*n;
   }
-  if (ok && (ferror(f) || *n == 0)) ok = file_error(err, path, "no request in it");
+  if (ok && ferror(f)) ok = file_error(err, path, "cannot read: %s", strerror(errno));
+  if (ok && *n == 0) ok = file_error(err, path, "no request in it");
   if (f) fclose(f);
   free(line);
   if (ok) qsort(rows, (size_t)*n, sizeof *rows, compare_trace_rows);
@@ -2021,9 +2068,9 @@ static const Option option_table[] = {
     {"--batches", "1,2,4,...", "", LIST, AT(n_batches), 1, 32768, CMD_SWEEP | CMD_PLAN,
      "batch sizes to measure"},
     {"--input-len", "N|DIST", "", LENGTH, AT(input), 1, MOST_TOKENS, CMD_REPORT,
-     "prompt tokens of a request (CPU 32, GPU 128; knee: of the file)"},
+     "prompt tokens (CPU 32, GPU 128; compare: lognormal around it)"},
     {"--output-len", "N|DIST", "", LENGTH, AT(output), 1, MOST_TOKENS, CMD_ALL,
-     "new tokens (CPU 32, GPU 128; compare exp: of it; generate 512; knee: of the file)"},
+     "new tokens (CPU 32, GPU 128; compare: exp of it; generate 512)"},
     {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
     {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
      "most prompt tokens in a step (CPU 256, GPU 4096)"},
@@ -2035,7 +2082,7 @@ static const Option option_table[] = {
      "key/value heads: MQA, GQA, MHA; several are compared"},
     {"\nRequests (DIST: uniform:32-512, lognormal:128,1.0, exp:128, each with @longest)", "", "",
      HEADING, 0, 0, 0, CMD_COMPARE, ""},
-    {"--requests", "N", "", INT, AT(n_requests), 0, 1e6, CMD_COMPARE,
+    {"--requests", "N", "", INT, AT(n_requests), 1, 1e6, CMD_COMPARE,
      "how many (CPU 64, GPU 256; a trace: all)"},
     {"--rate", "R|inf", "inf", REAL, AT(rate), 1e-6, 1e9, CMD_COMPARE,
      "arrivals per second; inf: all at once, a trace as recorded"},
@@ -2266,10 +2313,17 @@ typedef struct {
   Device device;
   Model model;
   Weights weights;
+  double load_start;  // seconds on now()'s clock
 } Session;
 
 static void on_interrupt(int signal_number) {
   interrupted = signal_number;
+}
+
+// A mapped file that shrinks, or a disk that fails, shows as this signal and not as an error code.
+static void on_bus_error(int signal_number) {
+  static const char why[] = "bs: a weight file cannot be read to its end: cut short meanwhile?\n";
+  _exit(signal_number && write(2, why, sizeof why - 1) >= 0);
 }
 
 // A stand-in text: ids drawn from a hash of (seed, request, position).
@@ -2344,14 +2398,6 @@ static void fill_speed(SweepRow* row, const Device* d, const StepTotals* prefill
   row->bound = find_bound(d, decode);
 }
 
-static void progress(const Options* o, int batch, int done, int of, double start) {
-  if (o->quiet || !isatty(2)) return;
-  double left = done ? (now() - start) * (of - done) / done : 0;
-  fprintf(stderr, "\rB=%-5d run %d of %d, about %.0f s left for this batch \033[K", batch, done, of,
-          left);
-  if (done == of) fprintf(stderr, "\r\033[K");
-}
-
 // Measures one batch size. False: interrupted before the row was complete.
 static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   const Config* c = &s->weights.config;
@@ -2366,11 +2412,14 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
     return true;
   }
   Limits limits = {batch, size.max_tokens, 0, 0, 0, 0, 0, 0};
-  Workload w = {(Request*)xcalloc(batch, sizeof(Request)), batch, POLICY_STATIC, limits, false};
+  Workload w = {
+      (Request*)xcalloc(batch, sizeof(Request)), batch, POLICY_STATIC, limits, false, NULL};
   for (int i = 0; i < batch; i++) make_request(&w.requests[i], c, in, out, (uint32_t)o->seed, i);
   size_t n = (size_t)batch * repeats;
   double* ms = (double*)xcalloc(n * (out + 3), sizeof *ms);
   Samples all = {ms, ms + n, ms + 3 * n, ms + 2 * n, 0, 0, 0};
+  char label[64];
+  snprintf(label, sizeof label, "batch %d: runs", batch);
   double start = now();
   RunStats stats;
   memset(&stats, 0, sizeof stats);
@@ -2379,12 +2428,12 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   memset(&stats, 0, sizeof stats);
   bool whole = !interrupted;
   for (int run = 0; run < repeats && whole; run++) {
-    progress(o, batch, run, repeats, start);
+    progress(o->quiet ? NULL : label, run, repeats, start);
     whole = run_requests(&e, &w, INFINITY, &stats);
     for (int i = 0; i < batch && whole; i++) add_samples(&all, &w.requests[i], stats.start);
   }
   free(stats.spans);
-  progress(o, batch, repeats, repeats, start);
+  progress(o->quiet ? NULL : label, repeats, repeats, start);
   row->output_tok_s = (double)n * out / stats.busy;
   row->ttft = percentiles_of(all.ttft, all.n);
   row->tpot = percentiles_of(all.tpot, all.n_tpot);
@@ -2561,6 +2610,7 @@ static void print_plan(FILE* f, const Plan* p) {
 }
 
 #include "plots/plots.h"
+#include "weights/tokenizer.h"
 
 // ---- Commands.
 
@@ -2606,6 +2656,7 @@ static const char* choose_model(const Session* s, const Options* o) {
 static bool open_model(Session* s, const Options* o, char* err) {
   const char* name = choose_model(s, o);
   const Config* preset = find_preset(name);
+  s->load_start = now();
   if (preset && random_model(preset, (uint32_t)o->seed, &s->model)) return true;
   struct stat st;
   if (stat(name, &st) == 0) return load_model(name, &s->model, err);
@@ -2614,13 +2665,17 @@ static bool open_model(Session* s, const Options* o, char* err) {
   return false;
 }
 
+// Reads and writes text byte by byte, and ends by itself, like weights/tiny.
+static bool byte_level(const Config* c) {
+  return c->vocab_size == 256 && c->n_eos > 0;
+}
+
 // What the command line left open, by device: a sweep should take a minute or so.
-static void fill_defaults(Options* o, bool cuda) {
-  static char exp_text[32];
-  int usual = cuda ? 128 : 32;
-  snprintf(exp_text, sizeof exp_text, "exp:%d@%d", usual, 8 * usual);
-  if (!o->input_text) parse_dist(o->input_text = cuda ? "128" : "32", &o->input);
-  if (!o->output_text) parse_dist(o->output_text = exp_text, &o->output);
+static void fill_defaults(Options* o, const Config* c, bool cuda) {
+  const char* input = cuda ? "lognormal:128,0.8@1024" : "lognormal:32,0.8@256";
+  const char* output = byte_level(c) ? "512" : cuda ? "exp:128@1024" : "exp:32@256";
+  if (!o->input_text) parse_dist(o->input_text = input, &o->input);
+  if (!o->output_text) parse_dist(o->output_text = output, &o->output);
   if (!o->max_batch) o->max_batch = cuda ? 32 : 8;
   if (!o->n_requests && !o->trace) o->n_requests = cuda ? 256 : 64;
   if (isnan(o->temperature)) o->temperature = o->command == CMD_COMPARE;
@@ -2667,14 +2722,14 @@ static int cmd_sweep(Session* s, const Options* o) {
   ResultFile csv;
   if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
     return give_up(1, err);
-  double start = now();
   if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul),
                     o->input_len + o->output_len, err)) {
     result_drop(&csv);
     return give_up(1, err);
   }
   printf("%s on %s: %.0f M parameters, loaded in %.1f s; %d prompt + %d new tokens\n", c->name,
-         s->device.name, parameter_count(c) / 1e6, now() - start, o->input_len, o->output_len);
+         s->device.name, parameter_count(c) / 1e6, now() - s->load_start, o->input_len,
+         o->output_len);
   printf(
       "probed ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.1f GiB, limit %.1f GiB\n\n",
       s->device.bandwidth / 1e9, s->device.rate / 1e12, s->device.total / GIB,
@@ -2915,19 +2970,6 @@ static int read_prompts(const char* path, const char** prompts, char* err) {
   return n > 0 ? n : -1;
 }
 
-static void print_continuation(const Request* r, bool json) {
-  char *prompt = (char*)xcalloc((size_t)r->n_prompt + r->n_new + 2, 1),
-       *text = prompt + r->n_prompt + 1;
-  const int* new_tokens = r->tokens + r->n_prompt;
-  for (int i = 0; i < r->n_prompt; i++) prompt[i] = (char)r->tokens[i];
-  for (int i = 0; i < r->n_new - r->ended; i++) text[i] = (char)new_tokens[i];
-  if (!json) printf("%s%s\n\n", prompt, text);
-  if (json) put(stdout, JSON, "{'prompt': %s, 'text': %s, 'ids': [", prompt, text);
-  for (int i = 0; i < r->n_new && json; i++) printf("%s%d", i ? ", " : "", new_tokens[i]);
-  if (json) printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
-  free(prompt);
-}
-
 // ---- Compare: one stream of requests through every policy, on the same engine.
 
 // Opens the engine for max_batch sequences, with as many KV blocks as they may want or memory has.
@@ -3166,7 +3208,8 @@ static void cap_outputs(Request* r, int n, int most) {
 // the first policy. False: interrupted.
 static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile* requests,
                        int* differs) {
-  Workload w = {c->stream.requests, c->stream.n, policy, c->limits, c->stream.text};
+  Workload w = {c->stream.requests, c->stream.n,    policy,
+                c->limits,          c->stream.text, c->o->quiet ? NULL : policy_names[policy]};
   RunStats stats;
   size_t tokens = 0;
   memset(&stats, 0, sizeof stats);
@@ -3194,7 +3237,7 @@ static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile
 
 // Output tokens/s of a stream under a policy; 0 = interrupted.
 static double tokens_per_second(Comparison* c, Stream* s, Policy policy) {
-  Workload w = {s->requests, s->n, policy, c->limits, false};
+  Workload w = {s->requests, s->n, policy, c->limits, false, c->o->quiet ? NULL : "variance"};
   RunStats stats;
   double tokens = 0;
   w.limits.max_new = 0;
@@ -3211,8 +3254,8 @@ static double mean_length(const Dist* d) {
   return d->kind == DIST_UNIFORM ? (d->a + d->b) / 2 : d->a;
 }
 
-// The same mean output, spread more and more: where the gain of continuous batching comes from. All
-// requests are there at once, so that nothing else differs.
+// The same mean output, spread more and more: where the gain of continuous batching comes from.
+// Prompts are equal and all there at once, so that nothing else differs.
 static void measure_variance(Comparison* c) {
   Options o = *c->o;
   double mean = mean_length(&o.output);
@@ -3224,6 +3267,8 @@ static void measure_variance(Comparison* c) {
   static const char* const names[] = {"all %g", "uniform %g-%g", "uniform %g-%g", "exp %g",
                                       "lognormal %g, %g"};
   o.rate = 0;
+  o.input.a = round(mean_length(&o.input));
+  o.input.kind = DIST_FIXED;
   for (int k = 0; k < 5 && !interrupted; k++) {
     Stream s;
     VariancePoint* p = &c->points[c->n_points];
@@ -3259,14 +3304,13 @@ static void measure_variance(Comparison* c) {
 static bool make_stream(Stream* s, const Config* c, const Options* o, char* err) {
   const char* prompts[MAX_PROMPTS] = {"Once upon a time"};
   int n_prompts = 1;
-  bool byte_level = c->vocab_size == 256 && c->n_eos > 0;
   if (o->trace && !traced_stream(s, c, o, err)) return false;
   if (!o->trace) drawn_stream(s, c, o, o->output);
-  if (o->prompts_file && !byte_level)
+  if (o->prompts_file && !byte_level(c))
     return say(err, ERR_LEN, "--prompts: %s does not read and write bytes", c->name);
   if (o->prompts_file && (n_prompts = read_prompts(o->prompts_file, prompts, err)) < 0)
     return false;
-  if (byte_level && !o->trace)
+  if (byte_level(c) && !o->trace)
     give_text(s, c, prompts, n_prompts, (float)o->temperature, (uint32_t)o->seed);
   for (int i = 0; i < n_prompts && o->prompts_file; i++) free((void*)prompts[i]);
   measure_stream(s);
@@ -3278,7 +3322,8 @@ static bool make_stream(Stream* s, const Config* c, const Options* o, char* err)
   if (o->rate > 0) snprintf(arrivals, sizeof arrivals, "%.3g requests/s", o->rate);
   if (o->trace && o->rate == 0) snprintf(arrivals, sizeof arrivals, "as recorded");
   if (o->trace)
-    snprintf(s->name, sizeof s->name, "%d requests of %.60s, %s", s->n, o->trace, arrivals);
+    snprintf(s->name, sizeof s->name, "%d requests of %.60s, %s", s->n,
+             strrchr(o->trace, '/') ? strrchr(o->trace, '/') + 1 : o->trace, arrivals);
   else
     snprintf(s->name, sizeof s->name, "%d requests, prompt %.30s, output %.30s%s, %s", s->n,
              s->text ? "text" : o->input_text, s->text ? "its own end, at most " : "",
@@ -3329,7 +3374,8 @@ static bool write_compare(Comparison* c, const char* dir, char* err) {
 static bool run_policies(Comparison* c, ResultFile* csv, ResultFile* requests, int* differs) {
   const Options* o = c->o;
   bool whole = true;
-  Workload warm = {c->stream.requests, c->stream.n, POLICY_CONTINUOUS, c->limits, c->stream.text};
+  Workload warm = {c->stream.requests, c->stream.n,    POLICY_CONTINUOUS,
+                   c->limits,          c->stream.text, NULL};
   RunStats stats;
   memset(&stats, 0, sizeof stats);
   if (c->session->device.api != &sim_backend) run_requests(&c->engine, &warm, 0.5, &stats);
@@ -3425,37 +3471,69 @@ static int cmd_compare(Session* s, const Options* o) {
   return interrupted ? 130 : differs > 0;
 }
 
-static int cmd_generate(Session* s, const Options* o) {
-  char err[ERR_LEN];
-  const Config* c = &s->model.config;
-  const char* prompts[MAX_PROMPTS];
-  int n = o->n_prompts, longest = 0, out = o->output_len;
-  for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
-  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
-    return give_up(1, err);
-  if (c->vocab_size != 256) {
-    snprintf(
-        err, sizeof err,
-        "generate reads and writes bytes, so it needs a model with a vocabulary of 256; %s has %d",
-        c->name, c->vocab_size);
-    return give_up(2, err);
-  }
-  Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
-  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true};
+// What the new tokens say, up to the one that ended them; special tokens are no text. To be freed.
+static char* decode(const Tokenizer* t, const Request* r, size_t* length) {
+  const int *ids = r->tokens + r->n_prompt, n = r->n_new - r->ended;
+  *length = 0;
+  for (int i = 0; i < n; i++) *length += (size_t)t->tokens[ids[i]].n;
+  char *text = (char*)xcalloc(*length + 1, 1), *to = text;
   for (int i = 0; i < n; i++) {
-    size_t bytes = strlen(prompts[i]);
-    if (bytes + out > (size_t)c->max_context) {
-      snprintf(err, sizeof err,
-               "prompt %d has %zu bytes; with %d new ones it exceeds %s's context of %d", i + 1,
-               bytes, out, c->name, c->max_context);
+    const Token* token = &t->tokens[ids[i]];
+    if (token->special || token->n == 0) continue;
+    memcpy(to, token->text, (size_t)token->n);
+    to += token->n;
+  }
+  *length = (size_t)(to - text);
+  return text;
+}
+
+static void print_continuation(const Tokenizer* t, const Request* r, const char* prompt,
+                               bool json) {
+  size_t length;
+  char* text = decode(t, r, &length);
+  if (!json) {
+    fputs(prompt, stdout);
+    fwrite(text, 1, length, stdout);
+    fputs("\n\n", stdout);
+  } else {
+    put(stdout, JSON, "{'prompt': %s, 'text': ", prompt);
+    put_json_bytes(stdout, text, length);
+    printf(", \"ids\": [");
+    for (int i = 0; i < r->n_new; i++) printf("%s%d", i ? ", " : "", r->tokens[r->n_prompt + i]);
+    printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
+  }
+  free(text);
+}
+
+// Prompt i as a request. False: err says why it can never run.
+static bool prompt_request(Request* r, const Tokenizer* t, const Config* c, const Options* o,
+                           const char* prompt, int i, char* err) {
+  const size_t bytes = strlen(prompt);
+  int* ids = (int*)xcalloc(bytes + 4, sizeof(int));
+  const int n = encode(t, prompt, bytes, ids, err), out = o->output_len;
+  const bool fits = n >= 0 && (long)n + out <= c->max_context;
+  if (n >= 0 && !fits)
+    say(err, ERR_LEN, "prompt %d has %d tokens; with %d new ones it exceeds %s's context of %d",
+        i + 1, n, out, c->name, c->max_context);
+  if (fits) {
+    make_request(r, c, n, out, (uint32_t)o->seed, i);
+    r->temperature = (float)o->temperature;
+    memcpy(r->tokens, ids, (size_t)n * sizeof(int));
+  }
+  free(ids);
+  return fits;
+}
+
+static int generate_texts(Session* s, const Options* o, const Tokenizer* t, const char** prompts,
+                          int n) {
+  char err[ERR_LEN];
+  int longest = 0, out = o->output_len;
+  Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
+  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true, NULL};
+  for (int i = 0; i < n; i++) {
+    if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err))
       return give_up(2, err);
-    }
-    int length = (int)bytes;
-    longest = length > longest ? length : longest;
-    make_request(&w.requests[i], c, length, out, (uint32_t)o->seed, i);
-    w.requests[i].temperature = (float)o->temperature;
-    for (int j = 0; j < length; j++) w.requests[i].tokens[j] = (unsigned char)prompts[i][j];
-    if (o->prompts_file) free((void*)prompts[i]);
+    longest = w.requests[i].n_prompt > longest ? w.requests[i].n_prompt : longest;
   }
   Engine e;
   RunStats stats;
@@ -3466,11 +3544,36 @@ static int cmd_generate(Session* s, const Options* o) {
   if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
   run_requests(&e, &w, INFINITY, &stats);
   free(stats.spans);
-  for (int i = 0; i < n; i++) print_continuation(&w.requests[i], o->json);
+  for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);
   engine_close(&e);
   free_requests(w.requests, n);
   weights_close(&s->weights, &s->device);
   return interrupted ? 130 : 0;
+}
+
+static int cmd_generate(Session* s, const Options* o) {
+  char err[ERR_LEN], path[PATH_LEN];
+  const Config* c = &s->model.config;
+  const char *prompts[MAX_PROMPTS], *dir = choose_model(s, o);
+  Tokenizer t;
+  int n = o->n_prompts;
+  for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
+  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
+    return give_up(1, err);
+  snprintf(path, sizeof path, "%s/tokenizer.json", dir);
+  if (c->vocab_size != 256 && access(path, F_OK) != 0) {
+    say(err, sizeof err,
+        "generate needs a tokenizer.json beside the model, or a vocabulary of 256, which are "
+        "bytes; "
+        "%s has %d",
+        c->name, c->vocab_size);
+    return give_up(2, err);
+  }
+  if (!load_tokenizer(dir, c->vocab_size, &t, err)) return give_up(1, err);
+  const int status = generate_texts(s, o, &t, prompts, n);
+  for (int i = 0; i < n && o->prompts_file; i++) free((void*)prompts[i]);
+  free_tokenizer(&t);
+  return status;
 }
 
 static int run_on_device(Session* s, Options* o) {
@@ -3479,7 +3582,7 @@ static int run_on_device(Session* s, Options* o) {
   if (s->device.api == &cpu_backend && strcmp(o->matmul, "auto") != 0)
     return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
   if (!open_model(s, o, err)) return give_up(1, err);
-  fill_defaults(o, s->device.api != &cpu_backend);
+  fill_defaults(o, &s->model.config, s->device.api != &cpu_backend);
   int status = o->command == CMD_GENERATE  ? cmd_generate(s, o)
                : o->command == CMD_COMPARE ? cmd_compare(s, o)
                                            : cmd_sweep(s, o);
@@ -3514,7 +3617,9 @@ int main(int argc, char** argv) {
   action.sa_flags = (int)SA_RESETHAND;
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
-  if (o.command == CMD_PLAN) fill_defaults(&o, true);
+  action.sa_handler = on_bus_error;
+  sigaction(SIGBUS, &action, NULL);
+  if (o.command == CMD_PLAN) fill_defaults(&o, &s.model.config, true);
   int status = o.command == CMD_PLAN   ? cmd_plan(&s, &o)
                : o.command == CMD_KNEE ? cmd_knee(&s, &o)
                                        : run_on_device(&s, &o);

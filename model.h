@@ -19,6 +19,9 @@
 #ifndef _POSIX_C_SOURCE
 #define _POSIX_C_SOURCE 200809L
 #endif
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE  // madvise
+#endif
 #include <ctype.h>
 #include <errno.h>
 #include <fcntl.h>

@@ -42,7 +42,7 @@ static void run_golden_case(Device* d, const Weights* w, int index, const unsign
   make_request(&r, &w->config, n, OUT, 0, 0);
   for (int i = 0; i < n; i++) r.tokens[i] = prompt[i];
   Limits limits = {1, n, 0, 0, 0, 0, 0, 0};
-  Workload load = {&r, 1, POLICY_CONTINUOUS, limits, false};
+  Workload load = {&r, 1, POLICY_CONTINUOUS, limits, false, NULL};
   run_requests(&e, &load, INFINITY, &stats);
   free(stats.spans);
   int agreed = 0;

@@ -287,7 +287,7 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
     EngineSize size = {150, 1, 150 + out, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
     Limits limits = {1, 150, 0, 0, 0, 0, 0, 0};
-    Workload alone = {&one[i], 1, POLICY_STATIC, limits, false};
+    Workload alone = {&one[i], 1, POLICY_STATIC, limits, false, NULL};
     run_requests(&e, &alone, INFINITY, &stats);
     engine_close(&e);
   }
@@ -298,7 +298,7 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
       EngineSize size = {steps[s], batches[b], 150 + out, 0};
       if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
       Limits limits = {batches[b], steps[s], 0, 0, 0, 0, 0, 0};
-      Workload batch = {all, batches[b], policies[s], limits, false};
+      Workload batch = {all, batches[b], policies[s], limits, false, NULL};
       run_requests(&e, &batch, INFINITY, &stats);
       engine_close(&e);
       int differ = 0;

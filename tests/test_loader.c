@@ -3,6 +3,7 @@
 #define BS_NO_MAIN
 #include "../bs.cu"
 #include "check.h"
+#include <sys/wait.h>
 
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
 
@@ -62,9 +63,10 @@ static int n_bytes(const Shape* s, DType dtype) {
   return (s->rows ? s->rows : 1) * s->cols * (dtype == DT_F32 ? 4 : 2);
 }
 
-// What tensor data consists of: the loader takes bytes as they are.
+// What tensor data consists of: the loader takes bytes as they are. Without bit 6 no element of any
+// type is 2 or more.
 static unsigned char byte_at(int tensor, int i) {
-  return (unsigned char)(tensor * 29 + i * 7 + i / 256);
+  return (unsigned char)(tensor * 29 + i * 7 + i / 256) & 0xbf;
 }
 
 static void add_tensor(File* f, int tensor, DType dtype) {
@@ -239,6 +241,9 @@ static void test_refusals(void) {
       {"'silu'", "'gelu'", "hidden_act: must be \"silu\""},
       {"attention_bias': false", "attention_bias': true", "attention_bias: is not supported"},
       {"'note'", "'num_local_experts': 8, 'note'", "num_local_experts: is not supported"},
+      {"'note'", "'quantization': {'bits': 4}, 'note'", "quantization: is not supported"},
+      {"'note'", "'partial_rotary_factor': 0.5, 'note'", "partial_rotary_factor: is not supported"},
+      {"mlp.up_proj.weight", "mlp.up_proj.qweight", "up_proj.qweight: unknown"},
       {"'note'", "'quantization_config': {}, 'note'", "quantization_config: is not supported"},
       {"'hidden_size'", "'x'", "hidden_size: must be a multiple of 32 over 0, up to 8192"},
       {"hidden_size': 32", "hidden_size': 48", "hidden_size: must be a multiple of 32"},
@@ -299,6 +304,63 @@ static void test_weights(void) {
   check_values("metadata", false);
 }
 
+// NaN, infinities and numbers beyond fp16 in any block of a large tensor; the largest that fit
+// pass.
+static void test_broken_weights(void) {
+  enum { COLS = 1000, N = 200 * COLS };
+  static const struct {
+    DType dtype;
+    uint32_t bits;
+    const char* want;  // "": not broken
+  } values[] = {
+      {DT_F16, 0x7c00, "is inf:"},
+      {DT_F16, 0xfc00, "is -inf:"},
+      {DT_F16, 0x7e01, "nan:"},
+      {DT_F16, 0xfc01, "nan:"},
+      {DT_F16, 0x7bff, ""},
+      {DT_F16, 0xfbff, ""},
+      {DT_BF16, 0x7f80, "is inf:"},
+      {DT_BF16, 0xff80, "is -inf:"},
+      {DT_BF16, 0xffc0, "nan:"},
+      {DT_BF16, 0x4780, "is 65536: fp16 holds"},
+      {DT_BF16, 0x477f, ""},
+      {DT_F32, 0x7f800000, "is inf:"},
+      {DT_F32, 0xff800000, "is -inf:"},
+      {DT_F32, 0x7f800001, "nan:"},
+      {DT_F32, 0xc77ff000, "is -65520: "},
+      {DT_F32, 0xc77fefff, ""},
+      {DT_F32, 0x7f7fffff, "is 3.40282e+38"},
+  };
+  static const int places[] = {0, 65535, 65536, 123456, N - 1};
+  static unsigned char data[4 * N + 1];
+  for (int i = 0; i < COUNT(values) * COUNT(places); i++) {
+    const int v = i / COUNT(places), at = places[i % COUNT(places)];
+    const int size = values[v].dtype == DT_F32 ? 4 : 2;
+    Tensor t = {data + 1, values[v].dtype, 0, 0, 200, COLS};  // at an odd address
+    char want[64];
+    memset(data, 0x3b, sizeof(data));
+    memcpy(data + 1 + (size_t)size * at, &values[v].bits, (size_t)size);
+    memset(err, 0, sizeof(err));
+    const bool ok = check_weights("x", "w", &t, err), fits = values[v].want[0] == '\0';
+    snprintf(want, sizeof(want), "x: w: [%d, %d] is ", at / COLS, at % COLS);
+    CHECK(ok == fits && (fits || (strstr(err, want) == err && strstr(err, values[v].want))),
+          "%x at %d: %s", values[v].bits, at, err);
+  }
+  // Through a file: the line names it and the tensor. A head that a tied model ignores may be bad.
+  static File f;
+  for (int dtype = 0; dtype < 3; dtype++) {
+    make_file(&f, (DType)dtype, DT_F16, true);
+    const int size = dtype == DT_F32 ? 4 : 2;
+    const size_t head = (size_t)size * 11 * 32 + 64;
+    memset(f.data + head + (size_t)size * (3 * 32 + 7), 0xff, (size_t)size);
+    write_text("config.json", CONFIG);
+    write_file(f.header, &f, NULL);
+    expect_refusal("model.safetensors: lm_head.weight: [3, 7] is ");
+    write_text("config.json", replaced(CONFIG, "embeddings': false", "embeddings': true"));
+    check_values("tied, and a broken head is ignored", true);
+  }
+}
+
 static void test_files(void) {
   CHECK(truncate(path_of("config.json"), 0) == 0);
   expect_refusal("config.json: open: empty, or not a regular file");
@@ -334,6 +396,26 @@ static void test_files(void) {
   CHECK(file != NULL && fseeko(file, (off_t)(written + gap), SEEK_SET) == 0);
   CHECK(fwrite(good.data, 1, 704, file) == 704 && fclose(file) == 0);
   check_values("5 GiB", false);
+}
+
+// A file that shrinks after it was checked: one line and exit status 1 instead of a crash.
+static void test_shrinking_file(void) {
+  Model m;
+  int status = 0, ends[2];
+  char line[200] = "";
+  write_good();
+  CHECK(load_model(root, &m, err) && pipe(ends) == 0, "%s", err);
+  fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    signal(SIGBUS, on_bus_error);
+    dup2(ends[1], 2);
+    if (truncate(path_of("model.safetensors"), 0) != 0) _exit(9);
+    _exit(too_large(&m.embed, 0, 11 * 32));
+  }
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 1);
+  CHECK(read(ends[0], line, sizeof(line) - 1) > 0 && strstr(line, "cannot be read to its end"));
+  free_model(&m);
 }
 
 static void test_shards(void) {
@@ -437,7 +519,9 @@ int main(void) {
   test_config_values();
   test_refusals();
   test_weights();
+  test_broken_weights();
   test_files();
+  test_shrinking_file();
   write_good();
   mutate_file("model.safetensors", bytes, written, strlen(good.header));
   write_text("config.json", CONFIG);

@@ -237,7 +237,7 @@ static void test_identity(Device* d) {
     EngineSize size = {90, 1, 128, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
     Limits limits = {1, 90, 0, 0, 0, 0, 0, 0};
-    Workload alone = {&one[i], 1, POLICY_STATIC, limits, false};
+    Workload alone = {&one[i], 1, POLICY_STATIC, limits, false, NULL};
     run_requests(&e, &alone, INFINITY, &stats);
     engine_close(&e);
   }
@@ -246,7 +246,7 @@ static void test_identity(Device* d) {
     EngineSize size = {chunk, batch, 128, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
     Limits limits = {batch, chunk, 0, 0, 0, 0, 0, 0};
-    Workload together = {all, batch, (Policy)(i % N_POLICIES), limits, false};
+    Workload together = {all, batch, (Policy)(i % N_POLICIES), limits, false, NULL};
     run_requests(&e, &together, INFINITY, &stats);
     engine_close(&e);
     for (int r = 0; r < batch; r++)

@@ -25,6 +25,12 @@ static bool map_file(const char* path, Mapping* map, char* err) {
   return file_error(err, path, "open: %s", map->len ? "no room" : "empty, or not a regular file");
 }
 
+// What has been read of a file need not stay in memory: of a checkpoint larger than the machine,
+// only the tensor that is being looked at does.
+static void forget_pages(const Mapping* map) {
+  madvise(map->addr, map->len, MADV_DONTNEED);
+}
+
 // ---- JSON: a value is a pointer to its first character in a text that a NUL ends. No validator:
 // of what nobody asks for, only quotes and brackets must be in order.
 #define JSON_SPACE " \t\r\n"
@@ -55,17 +61,26 @@ static bool json_number(const char* value, double* out) {
   return end != value && isfinite(*out) && strchr(JSON_SPACE ",]}", *end) != NULL;
 }
 
-// Steps *at through an object: the next value, or NULL at its closing bracket or at a fault.
-static const char* json_next(const char** at, char key[NAME_LEN]) {
+// Steps *at through an object: the next value, its key still quoted, or NULL at its closing bracket
+// or at a fault.
+static const char* json_member(const char** at, const char** key) {
   *at += strspn(*at, JSON_SPACE);
   if (**at != '{' && **at != ',') return NULL;
   *at += 1 + strspn(*at + 1, JSON_SPACE);
-  if (!json_string(*at, key, NAME_LEN)) return NULL;
+  *key = *at;
   const char* value = json_skip(*at);
-  if (*value != ':') return NULL;
+  if (**at != '"' || *value != ':') return NULL;
   value += 1 + strspn(value + 1, JSON_SPACE);
   *at = json_skip(value);
   return value;
+}
+
+// The same with the key read.
+static const char* json_next(const char** at, char key[NAME_LEN]) {
+  const char *quoted, *value = json_member(at, &quoted);
+  if (value == NULL || json_string(quoted, key, NAME_LEN)) return value;
+  *at = quoted;
+  return NULL;
 }
 
 // The value of a key; NULL when it is missing, null or false. The last one counts, as in Python.
@@ -120,14 +135,15 @@ static double config_number(char why[120], const char* object, const char* key, 
 }
 
 static bool load_config(const char* path, Config* c, char* err) {
-  const char* const refused[] = {"attention_bias", "mlp_bias",          "sliding_window",
-                                 "num_experts",    "num_local_experts", "quantization_config"};
+  const char* const refused[] = {"attention_bias", "mlp_bias",           "sliding_window",
+                                 "num_experts",    "num_local_experts",  "partial_rotary_factor",
+                                 "quantization",   "quantization_config"};
   char why[120] = "", *text = json_file(path, err);
   memset(c, 0, sizeof(*c));
   if (text == NULL) return false;
   config_check(why, json_is(text, "model_type", "\"llama\""), "model_type", "must be \"llama\"");
   config_check(why, json_is(text, "hidden_act", "\"silu\""), "hidden_act", "must be \"silu\"");
-  for (int i = 0; i < 6; i++)
+  for (int i = 0; i < 8; i++)
     config_check(why, json_get(text, refused[i]) == NULL, refused[i], "is not supported");
   c->dim = config_number(why, text, "hidden_size", 32, 8192, 0);
   c->hidden_dim = config_number(why, text, "intermediate_size", 32, 262144, 0);
@@ -190,6 +206,47 @@ static Tensor* model_tensor(Model* m, int i, char name[NAME_LEN]) {
   return t;
 }
 
+// Is one of elements [from, to) NaN, infinite, or of a magnitude that would round to infinity as
+// fp16? One comparison tells, since all of these have larger bits than any number that fits.
+static bool too_large(const Tensor* t, size_t from, size_t to) {
+  const char* p = (const char*)t->data;
+  const int limit = t->dtype == DT_BF16 ? 0x4780 : 0x7c00;  // 65,536; infinity
+  int bad = 0;
+  for (size_t i = from; t->dtype == DT_F32 && i < to; i++) {
+    uint32_t bits;
+    memcpy(&bits, p + 4 * i, 4);
+    bad |= (bits & 0x7fffffff) >= 0x477ff000;  // 65,520
+  }
+  for (size_t i = from; t->dtype != DT_F32 && i < to; i++) {
+    uint16_t bits;
+    memcpy(&bits, p + 2 * i, 2);
+    bad |= (bits & 0x7fff) >= limit;
+  }
+  return bad != 0;
+}
+
+// A broken weight would spread to every answer and cause no error message: look at all of them.
+static bool check_weights(const char* path, const char* name, const Tensor* t, char* err) {
+  enum { BLOCK = 65536 };
+  const size_t n = (size_t)t->rows * t->cols;
+  bool broken = false;
+  PARALLEL_FOR
+  for (size_t from = 0; from < n; from += BLOCK)
+    if (too_large(t, from, from + BLOCK < n ? from + BLOCK : n)) broken = true;
+  if (!broken) return true;
+  size_t bad = 0;
+  while (!too_large(t, bad, bad + 1)) bad++;
+  uint32_t bits = 0;
+  float value;
+  if (t->dtype == DT_F32) memcpy(&bits, (const char*)t->data + 4 * bad, 4);
+  if (t->dtype != DT_F32) memcpy((char*)&bits + 2, (const char*)t->data + 2 * bad, 2);
+  if (t->dtype == DT_F16)  // infinity or NaN: the same sign and mantissa with the longer exponent
+    bits = (bits & 0x80000000) | 0x7f800000 | (bits >> 16 & 0x3ff);
+  memcpy(&value, &bits, 4);
+  return file_error(err, path, "%s: [%zu, %zu] is %g: fp16 holds finite numbers up to 65504", name,
+                    bad / (size_t)t->cols, bad % (size_t)t->cols, value);
+}
+
 // safetensors: 8 bytes of header length, a header {name: {dtype, shape, data_offsets}}, the data.
 static bool load_file(const char* path, Model* m, char* err) {
   Mapping* map = &m->maps[m->n_maps++];
@@ -221,6 +278,8 @@ static bool load_file(const char* path, Model* m, char* err) {
                  t->rows, t->cols, (int)(json_skip(info) - info), info);
     t->dtype = f32 ? DT_F32 : bf16 ? DT_BF16 : DT_F16;
     t->data = ok ? data + (size_t)span[0] : NULL;
+    if (ok && !(t == &m->head && m->config.tied)) ok = check_weights(path, name, t, err);
+    forget_pages(map);
   }
   free(text);
   return ok;
