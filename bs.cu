@@ -2869,7 +2869,7 @@ static int cmd_knee(Session* s, const Options* o) {
     all.output_len = rows->output_len;
     if (!all.input_len || !all.output_len)
       return give_up(1, "the file does not say its lengths: --input-len and --output-len do");
-    fill_defaults(&all, true);
+    fill_defaults(&all, &s->model.config, true);
     status = plan_init(&p, s, &all, err);
     if (status == 0 && !plan_open(&p, &sim_gpu, o->cards, (double)o->vram, err)) status = 1;
     if (status != 0) return give_up(status, err);

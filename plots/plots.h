@@ -185,7 +185,8 @@ static void draw_x_axis(const Axes* a, const char* name) {
     if (v < a->x.lo) continue;
     double at = round(to_pixel(&a->x, v));
     fill_box(at - 1, in->y1, at + 1, in->y1 + 7, INK_DARK);
-    draw_text(at, in->y1 + 28, 0.5, room, LABEL_SIZE, INK_DIM, format_num(v, false).s);
+    Str tick = a->x.kind == SCALE_LOG2 ? format_str("%.0f", v) : format_num(v, false);
+    draw_text(at, in->y1 + 28, 0.5, room, LABEL_SIZE, INK_DIM, tick.s);  // 1024, not 1.02k
   }
   fill_box(in->x0, in->y1, in->x1, in->y1 + 2, INK_DARK);
 }
@@ -340,7 +341,9 @@ static void draw_series(const Axes* a, const SweepReport* r, const struct Series
       Str value = format_num(v, a->y.kind == SCALE_MIB);
       const char* format = !limit ? "%s" : p.y < a->in.y0 ? "%s %s, off the chart" : "%s %s";
       Point at = {bar ? p.x + half : p.x, fmax(p.y, a->in.y0)};
-      if (place_label(a, at, (Ink)s->ink, format_str(format, s->name, value.s).s)) return;
+      bool predicted = r->simulated && strcmp(s->name, "achieved") == 0;
+      Str text = format_str(format, predicted ? "predicted" : s->name, value.s);
+      if (place_label(a, at, (Ink)s->ink, text.s)) return;
     }
     if (s->shape != AS_LIMIT || isnan(last.x + last.y)) last = p;  // one line of regular dashes
   }
