@@ -710,12 +710,14 @@ static int worst_case(const Scheduler* s, const Request* r, int n_prompt) {
   return positions < s->e->size.max_positions ? positions : s->e->size.max_positions;
 }
 
+// By itself, on an empty device.
 static bool can_ever_run(const Scheduler* s, const Request* r) {
   const Limits* l = &s->w->limits;
   int total = r->n_prompt + r->max_new;
   return (l->max_input == 0 || r->n_prompt <= l->max_input) &&
          (l->max_new == 0 || r->max_new <= l->max_new) &&
          (l->total_tokens == 0 || total <= l->total_tokens) && total <= s->e->size.max_positions &&
+         blocks_for(total) <= s->e->blocks.n_blocks &&
          blocks_for(worst_case(s, r, r->n_prompt)) <= s->e->blocks.n_blocks;
 }
 
@@ -851,7 +853,7 @@ static void admit(Scheduler* s, double t) {
   }
   while (s->n_queue > 0 && s->n_running < s->limit && s->n_free > 0) {
     const Request* r = &s->w->requests[s->queue[0]];
-    int n_read = r->n_prompt + r->n_new, left = s->e->blocks.n_free - blocks_for(n_read + 1);
+    int n_read = r->n_prompt + r->n_new, left = s->e->blocks.n_free - blocks_for(n_read);
     double kept = s->n_running > 0 ? s->e->blocks.n_blocks * l->kv_watermark_pct / 100 : 0;
     if (left < kept) return;
     if (l->total_tokens > 0 && s->total + r->n_prompt + r->max_new > l->total_tokens) return;
@@ -863,10 +865,7 @@ static void admit(Scheduler* s, double t) {
 // number, and steps run in order, so nobody needs to wait for them.
 static void leave(Scheduler* s, int at) {
   Request* r = &s->w->requests[s->running[at]];
-  int own = r->n_prompt + (r->status == RUNNING ? r->n_ordered : r->n_new) - 1;
-  if (own > r->n_prompt + r->max_new - 1) own = r->n_prompt + r->max_new - 1;
   s->stats->kv_reserved += s->e->blocks.held[r->slot] * KV_BLOCK;
-  s->stats->kv_held += own < r->n_cached ? own : r->n_cached;
   blocks_release(&s->e->blocks, r->slot);
   s->free_slots[s->n_free++] = r->slot;
   s->total -= r->n_prompt + r->max_new;
@@ -955,6 +954,7 @@ static void batch_add(Scheduler* s, Planned* p, int i) {
   b->n_tokens++;
   s->stats->computed++;
   s->stats->wasted += wasted;
+  s->stats->kv_held += !wasted;
   if (!r->reading || r->n_cached < r->n_read) return;
   r->reading = false;
   r->n_cached = r->n_given;
@@ -1021,6 +1021,7 @@ static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
     if (span->batch < p->group) break;
     if (span->batch > p->group || isnan(span->first)) continue;
     Request* r = &s->w->requests[span->request];
+    if (r->status == TIMED_OUT) continue;
     span->first = t;
     r->time[0] = step->end;
     if (r->status == FINISHED) span->finish = t;
@@ -1051,7 +1052,6 @@ static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats*
   s->free_slots = s->running + s->limit;
   for (int i = 0; i < s->limit; i++) s->free_slots[i] = s->limit - 1 - i;
   int longest = 0;
-  s->longest_new = w->limits.max_new;
   for (int i = 0; i < w->n; i++) {
     Request* r = &w->requests[i];
     r->slot = -1;
@@ -1059,8 +1059,13 @@ static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats*
     r->n_new = r->preemptions = 0;
     r->ended = false;
     if (r->n_prompt > longest) longest = r->n_prompt;
-    if (w->limits.max_new == 0 && r->max_new > s->longest_new) s->longest_new = r->max_new;
   }
+  int longest_new = w->limits.max_new;
+  for (int i = 0; i < w->n && w->limits.max_new == 0; i++) {
+    const Request* r = &w->requests[i];
+    if (r->max_new > longest_new && can_ever_run(s, r)) longest_new = r->max_new;
+  }
+  s->longest_new = longest_new;
   s->bucket_size = (int*)xcalloc(longest / BUCKET_WIDTH + 1, sizeof(int));
   s->first_span = stats->n_spans;
   stats->start = stats->end = e->device->api->clock(e);
@@ -1892,7 +1897,7 @@ static int draw_length(const Dist* d, uint32_t* state) {
   if (d->kind == DIST_UNIFORM) x = d->a + floor((d->b - d->a + 1) * next_uniform(state));
   if (d->kind == DIST_EXP) x = -d->a * log(next_uniform(state));
   if (d->kind == DIST_LOGNORMAL) x = d->a * exp(d->b * next_normal(state) - d->b * d->b / 2);
-  return (int)fmin(fmax(round(x), 1), d->cap > 0 ? d->cap : MOST_TOKENS);
+  return (int)fmin(fmax(round(x), 1), d->cap > 0 ? d->cap : 1.0 * MOST_TOKENS);
 }
 
 typedef struct {

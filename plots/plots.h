@@ -1,7 +1,7 @@
 // ---- Plots. What this section teaches: a chart needs no library. A picture is a grid of dots, 4 x
 // 4 to a pixel; averaging a pixel's dots is anti-aliasing. Everything drawn is a box or a thick
 // segment, letters too. A scale maps a value to a pixel, through log(value) where doublings should
-// look equal. A label takes the nearest place without ink. The charts themselves are two tables.
+// look equal. A label takes the nearest place without ink. The sweep's charts are two tables.
 
 // Okabe and Ito's colours, distinct to every common colour vision; dashes serve grey prints.
 typedef enum { INK_NONE, INK_GRID, INK_DIM, INK_DARK, INK_BLUE, INK_GREEN, INK_GOLD, INK_RED } Ink;
@@ -419,7 +419,7 @@ static void draw_summary(Box b, const SweepReport* r, int w) {
   }
 }
 
-// Draws the charts and then the summary, and puts each into dir.
+// Draws the charts and then the summary, each into a file of dir.
 static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
   int working = r->knee.working < 0 ? 0 : r->knee.working;
   for (int k = 0; k <= N_CHARTS && r->n_rows > 0; k++) {
@@ -513,12 +513,12 @@ static const double POLICY_WIDTH[] = {1.2, 1.8, 2.8};  // tells them apart in gr
 
 // A time, a latency or a ratio that can be drawn; NaN for what was never measured.
 static double usable(double v) {
-  return v > 0 && v < 1e30 ? v : NAN;
+  return v > 1e-30 && v < 1e30 ? v : NAN;
 }
 
 static Str format_ms(double ms) {
-  bool small = ms < 1000;
-  return format_str("%s %s", format_num(small ? ms : ms / 1000, false).s, small ? "ms" : "s");
+  Str s = format_num(ms < 1000 ? ms : ms / 1000, false);
+  return isnan(ms) ? s : format_str("%s %s", s.s, ms < 1000 ? "ms" : "s");
 }
 
 static double policy_ms(const CompareReport* r, const PolicyResult* p, bool latency) {
@@ -589,9 +589,9 @@ static void draw_slots(const Axes* a, const PolicyResult* p, double row, const c
   draw_text(in->x0, in->y0 - 12, 0, 140, 19, INK_DARK, policy_names[p->policy]);
   draw_text(in->x0 + 170, in->y0 - 12, 0, 140, LABEL_SIZE, INK_DARK, tok.s);
   draw_text(in->x0 + 330, in->y0 - 12, 0, 200, LABEL_SIZE, INK_DARK, work.s);
-  draw_text(in->x0 + 550, in->y0 - 12, 0, 350, LABEL_SIZE, INK_DARK, padding.s);
+  draw_text(in->x0 + 550, in->y0 - 12, 0, 390, LABEL_SIZE, INK_DARK, padding.s);
   if (p->preemptions + p->rejected + p->timed_out > 0)
-    draw_text(in->x0 + 920, in->y0 - 12, 0, 520, LABEL_SIZE, INK_DARK, lost.s);
+    draw_text(in->x0 + 965, in->y0 - 12, 0, 475, LABEL_SIZE, INK_DARK, lost.s);
   for (int i = 0; i < rows; i++)
     fill_box(in->x0, in->y0 + i * row, right, in->y0 + (i + 1) * row - gap, INK_GRID);
   for (int i = 0; i < p->n_spans; i++) {
@@ -603,7 +603,7 @@ static void draw_slots(const Axes* a, const PolicyResult* p, double row, const c
   draw_text(in->x0 - 10, in->y1 - gap, 1, 80, LABEL_SIZE, INK_DIM, format_str("slot %d", rows).s);
   if (end <= a->x.hi) fill_box(right, in->y0 - 4, right + 2, in->y1 + 4 - gap, INK_DARK);
   Str done = format_str("%s %s", end > a->x.hi ? "until" : "done:", format_ms(end * 1000).s);
-  draw_text(right + 14, middle + 4, 0, room, 19, INK_DARK, done.s);
+  draw_text(right + 14, middle + 4, 0, room, 19, INK_DARK, end > 0 ? done.s : "empty");
   draw_text(right + 14, middle + 28, 0, room, LABEL_SIZE, INK_DIM, sooner);
 }
 
@@ -636,7 +636,6 @@ static int draw_schedule(const CompareReport* r) {
     stays = fmax(stays, (double)p->n_spans / (p->slots > 0 ? p->slots : 1));
   }
   int shown = slots < MAX_ROWS ? slots : MAX_ROWS;
-  if (end < 1e-9) end = 1;
   double window = stays > MAX_STAYS ? round_down(end * MAX_STAYS / 2 / stays) : end;
   double row = fmin(fmax(floor(800.0 / (r->n_results * shown)), 4), 30);
   Scale time = {SCALE_LINEAR, 0, window, 120, 1400};
@@ -752,16 +751,17 @@ static void draw_variance(Box b, const CompareReport* r) {
   }
 }
 
-// Draws the charts and puts each into dir: who held which slot, how long requests waited, and what
-// the spread of lengths has to do with it.
-__attribute__((unused)) static bool plot_compare(const CompareReport* r, const char* dir,
+// Draws who held which slot, how long requests waited and, where it was measured, what the spread
+// of output lengths does, each into a file of dir.
+static bool plot_compare(const CompareReport* r, const char* dir,
                                                  char* err) {
   static const char* const FILES[] = {"schedule.png", "policies.png", "variance.png"};
   static const char* const NOTES[] = {
       "A slot is a row of the batch. Static batching frees all when the longest answer of a batch "
       "ends; continuous batching frees each at once.",
       "TTFT: time to the first token, with queueing. E2E: to the last. In brackets: requests.",
-      "Ideal: longest output of a static batch / mean output; every row runs for the longest."};
+      "Ideal: longest output of a static batch / mean output: static computes every row that "
+      "long."};
   for (int k = 0; k < (r->n_points > 0 ? 3 : 2) && r->n_results > 0; k++) {
     int h = k == 1 ? 1260 : 1000;
     Box page = {36, 32, 1564, 904}, top = {36, 32, 1564, 600}, bottom = {36, 584, 1564, 1160};
