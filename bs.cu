@@ -25,7 +25,7 @@
 //   sweep               one row per batch size
 //   parts/plots.h       drawn by us, encoded by stb_image_write
 //   parts/tokenizer.h   text to tokens and back
-//   commands            sweep, knee, parts/plan.h, generate
+//   commands            sweep, generate; knee and plan are in parts/plan.h
 //   streams, compare    one stream of requests through every policy; main
 //
 // It refuses what it cannot do right: see README.md. "Article 1" and "article 2" are the two that
@@ -1827,20 +1827,6 @@ static int save_report(const SweepReport* s, const Options* o, const char* dtype
   return 0;
 }
 
-// bs knee FILE: the walk over measurements that are there already.
-static int cmd_knee(const Options* o) {
-  static SweepRow rows[MAX_MEASURED];
-  char err[ERR_LEN], note[WHY_LEN];
-  KneeRules rules = o->rules;
-  int n = read_measurements(o->file, o->input_len, o->output_len, rows, err);
-  if (n < 0 || !choose_latency(o->file, rows, n, &rules, o->percentile_given, note, err))
-    return give_up(1, err);
-  SweepReport report = new_report(rows, n, rules, *o->model ? o->model : "unknown model", o->file);
-  print_walk(stdout, &report);
-  printf("\n%s\n", note);
-  return save_report(&report, o, "unknown", o->file);
-}
-
 #include "parts/plan.h"
 
 // Lines of a file as prompts; returns how many, or -1.
@@ -2497,7 +2483,7 @@ int main(int argc, char** argv) {
   sigaction(SIGBUS, &action, NULL);
   if (o.command == CMD_PLAN) fill_defaults(&o, &s.model.config, true);
   int status = o.command == CMD_PLAN   ? cmd_plan(&s, &o)
-               : o.command == CMD_KNEE ? cmd_knee(&o)
+               : o.command == CMD_KNEE ? cmd_knee(&s, &o)
                                        : run_on_device(&s, &o);
   if (fflush(stdout) != 0 || ferror(stdout)) return give_up(1, "standard output: cannot write");
   return status;

@@ -341,7 +341,7 @@ static void print_cell(FILE* f, int width, const char* format, double value) {
 static void print_walk(FILE* f, const SweepReport* s) {
   int q = s->rules.percentile;
   const SweepRow* last = NULL;
-  fprintf(f, "batch     tok/s  growth TPOT P%d ms  growth      n  verdict\n", q);
+  fprintf(f, "batch     tok/s  growth TPOT P%d ms  growth      n  roof%%  verdict\n", q);
   for (int i = 0; i < s->n_rows; i++) {
     const SweepRow* r = &s->rows[i];
     bool ran = r->status == ROW_OK, both = ran && last;
@@ -354,6 +354,7 @@ static void print_walk(FILE* f, const SweepReport* s) {
     print_cell(f, 12, "%.2f", tpot);
     print_cell(f, 8, "%.2fx", slower);
     print_cell(f, 7, "%.0f", r->n_requests > 0 ? r->n_requests : NAN);
+    print_cell(f, 7, "%.1f", ran && r->roof_pct > 0 ? r->roof_pct : NAN);
     int at = s->knee.working;
     bool stop = i == at + 1 && s->knee.rule < STOP_PLATEAU;
     fprintf(f, "  %s%s\n",

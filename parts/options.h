@@ -86,14 +86,14 @@ typedef struct {
 
 #define AT(field) offsetof(Options, field)
 static const Option option_table[] = {
-    {"\nMachine", "", "", HEADING, 0, 0, 0, CMD_RUN | CMD_PLAN, ""},
-    {"--device", "auto|cuda|cpu|sim:GPU", "auto", TEXT, AT(device), 0, 0, CMD_RUN | CMD_PLAN,
+    {"\nMachine", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
+    {"--device", "auto|cuda|cpu|sim:GPU", "auto", TEXT, AT(device), 0, 0, CMD_ALL,
      "auto: a GPU if any; sim:h100, ...: a virtual clock (sim:? lists them)"},
     {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL, "(default: fits the device)"},
     {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_RUN, "GPU kernel"},
-    {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_RUN | CMD_PLAN,
+    {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_ALL,
      "pretend memory is smaller"},
-    {"--gpus", "N", "", INT, AT(cards), 1, 1024, CMD_PLAN,
+    {"--gpus", "N", "", INT, AT(cards), 1, 1024, CMD_PLAN | CMD_KNEE,
      "as ideal tensor parallelism (default: the fewest that hold it)"},
     {"\nWorkload", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
     {"--batches", "1,2,4,...", "", LIST, AT(n_batches), 1, 32768, CMD_SWEEP | CMD_PLAN,
@@ -106,8 +106,9 @@ static const Option option_table[] = {
     {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
      "most prompt tokens in a step (CPU 256, GPU 4096)"},
     {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_RUN, "of random weights, prompts, sampling"},
-    {"\nWhat if", "", "", HEADING, 0, 0, 0, CMD_PLAN, ""},
-    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_PLAN, "numbers in the KV cache"},
+    {"\nWhat if", "", "", HEADING, 0, 0, 0, CMD_PLAN | CMD_KNEE, ""},
+    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_PLAN | CMD_KNEE,
+     "numbers in the KV cache"},
     {"--kv-heads", "1,8,...", "", LIST, AT(n_kv_heads), 1, 1024, CMD_PLAN,
      "key/value heads: MQA, GQA, MHA; several are compared"},
     {"\nRequests (DIST: uniform:32-512, lognormal:128,1.0, exp:128, each with @longest)", "", "",
@@ -271,6 +272,9 @@ static bool check_options(Options* o, char* err) {
   }
   bool sim = strncmp(o->device, "sim:", 4) == 0;
   if (o->command == CMD_KNEE && !o->file) return say(err, ERR_LEN, "bs knee needs a FILE");
+  if (o->command == CMD_KNEE && !(sim ? *o->model : strcmp(o->device, "auto") == 0))
+    return say(err, ERR_LEN,
+               "bs knee runs nothing: --device is sim:GPU, with --model, or not given");
   if (o->command == CMD_PLAN && !sim)
     return say(err, ERR_LEN, "bs plan needs a GPU to plan for: --device sim:h100 or another");
   if (sim && !find_sim_gpu(o->device + 4, &sim_gpu, err)) return false;

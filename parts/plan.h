@@ -6,6 +6,7 @@ typedef struct {
   Config config;
   Device device;      // name, limit and ceilings of all cards together: ideal tensor parallelism
   int cards, fewest;  // in use; that hold the model and one request
+  double step;        // s beyond the roofline
   bool fp8_kv;
   int input_len, output_len, step_tokens;
   double watermark_pct;
@@ -82,16 +83,17 @@ static void plan_row(const Plan* p, int batch, SweepRow* row) {
   memset(&decode, 0, sizeof decode);
   Work all = plan_work(p, in, false), each = plan_work(p, batch, true);
   double tokens = (double)batch * in;  // every prompt is read before anyone decodes, as in measure
-  all.weight_bytes *= ceil(tokens / p->step_tokens);
+  double steps = ceil(tokens / p->step_tokens);
+  all.weight_bytes *= steps;
   all.kv_bytes *= batch;
   all.flops *= batch;
   add_step(&prefill, d, all, (int)tokens, 0);
   add_step(&decode, d, each, batch, 0);
-  prefill.seconds = prefill.roof;
-  decode.seconds = decode.roof;
+  prefill.seconds = prefill.roof + steps * p->step;
+  decode.seconds = decode.roof + p->step;
   decode.n = out > 1;
-  double first = 1e3 * prefill.roof, step = out > 1 ? 1e3 * decode.roof : NAN;
-  double last = first + 1e3 * (out - 1) * decode.roof;
+  double first = 1e3 * prefill.seconds, step = out > 1 ? 1e3 * decode.seconds : NAN;
+  double last = first + 1e3 * (out - 1) * decode.seconds;
   Percentiles ttft = {first, first, first, batch}, tpot = {step, step, step, out > 1 ? batch : 0};
   Percentiles e2e = {last, last, last, batch};
   row->ttft = ttft;
@@ -109,6 +111,7 @@ static void plan_cards(Plan* p, const SimGpu* gpu, int cards, double vram) {
   p->device.limit = (size_t)(mem * cards);
   p->device.bandwidth = gpu->bandwidth * cards;
   p->device.rate = gpu->rate * cards;
+  p->step = gpu->step;
   snprintf(p->device.name, sizeof p->device.name, "%.200s", gpu->name);
   if (cards > 1) snprintf(p->device.name, sizeof p->device.name, "%d x %.200s", cards, gpu->name);
 }
@@ -166,30 +169,108 @@ static int plan_curve(const Plan* p, const Options* o, SweepRow* rows) {
   return n;
 }
 
-// bs plan: budget, predicted curve and its knee.
-static int cmd_plan(Session* s, const Options* o) {
-  static SweepRow rows[MAX_BATCHES][MAX_BATCHES];
-  static SweepReport reports[MAX_BATCHES];
-  char err[ERR_LEN], path[PATH_LEN];
-  Plan p;
-  memset(&p, 0, sizeof p);
+// What the options say of the plan; an exit status, and err where it is not 0.
+static int plan_init(Plan* p, Session* s, const Options* o, char* err) {
+  char path[PATH_LEN];
+  memset(p, 0, sizeof *p);
   s->device.limit = (size_t)sim_gpu.mem;
   const char* name = choose_model(s, o);
   const Config* preset = find_preset(name);
   snprintf(path, sizeof path, "%s/config.json", name);
-  if (preset) p.config = *preset;
-  if (!preset && !load_config(path, &p.config, err)) return give_up(1, err);
-  if (!preset) snprintf(p.config.name, sizeof p.config.name, "%.63s", name);
-  p.fp8_kv = strcmp(o->kv, "fp8") == 0;
-  p.input_len = o->input_len;
-  p.output_len = o->output_len;
-  p.step_tokens = o->step_tokens;
-  p.watermark_pct = o->rules.watermark_pct;
-  if (o->input_len + o->output_len > p.config.max_context) {
-    snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
-             o->input_len, o->output_len, p.config.name, p.config.max_context);
-    return give_up(2, err);
+  if (preset) p->config = *preset;
+  if (!preset && !load_config(path, &p->config, err)) return 1;
+  if (!preset) snprintf(p->config.name, sizeof p->config.name, "%.63s", name);
+  p->fp8_kv = strcmp(o->kv, "fp8") == 0;
+  p->input_len = o->input_len;
+  p->output_len = o->output_len;
+  p->step_tokens = o->step_tokens;
+  p->watermark_pct = o->rules.watermark_pct;
+  if (o->input_len + o->output_len > p->config.max_context) {
+    snprintf(err, ERR_LEN, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
+             o->input_len, o->output_len, p->config.name, p->config.max_context);
+    return 2;
   }
+  return 0;
+}
+
+// Beside measurements of a known model on a known GPU stands what a step could take at best.
+static void add_roofline(const Plan* p, SweepRow* rows, int n) {
+  for (int i = 0; i < n; i++) {
+    SweepRow best, *r = &rows[i];
+    plan_row(p, r->batch, &best);
+    if (r->status != ROW_OK || best.status != ROW_OK || r->roof_us > 0) continue;
+    r->step_us = 1e3 * (isnan(r->tpot.p50) ? at_percentile(r->tpot, 99) : r->tpot.p50);
+    r->roof_us = best.roof_us;
+    r->noreuse_us = best.noreuse_us;
+    r->step_bytes = best.step_bytes;
+    r->step_flops = best.step_flops;
+    r->roof_pct = 100 * r->roof_us / r->step_us;
+    r->mbu_pct = best.mbu_pct * r->roof_pct / 100;
+    r->mfu_pct = best.mfu_pct * r->roof_pct / 100;
+    r->bound = r->roof_pct < 50 ? BOUND_OVERHEAD : best.bound;
+  }
+}
+
+// bs knee FILE: the walk over measurements that are there already.
+static int cmd_knee(Session* s, const Options* o) {
+  static SweepRow rows[MAX_MEASURED];
+  char err[ERR_LEN], note[WHY_LEN];
+  KneeRules rules = o->rules;
+  Plan p;
+  int n = read_measurements(o->file, o->input_len, o->output_len, rows, err), status = 0;
+  if (n < 0 || !choose_latency(o->file, rows, n, &rules, o->percentile_given, note, err))
+    return give_up(1, err);
+  SweepReport report = new_report(rows, n, rules, *o->model ? o->model : "unknown model", o->file);
+  if (strncmp(o->device, "sim:", 4) == 0) {
+    Options all = *o;
+    all.input_len = rows->input_len;
+    all.output_len = rows->output_len;
+    if (!all.input_len || !all.output_len)
+      return give_up(1, "the file does not say its lengths: --input-len and --output-len do");
+    fill_defaults(&all, &s->model.config, true);
+    status = plan_init(&p, s, &all, err);
+    if (status == 0 && !plan_open(&p, &sim_gpu, o->cards, (double)o->vram, err)) status = 1;
+    if (status != 0) return give_up(status, err);
+    add_roofline(&p, rows, n);
+    report.bandwidth = p.device.bandwidth;
+    report.rate = p.device.rate;
+    report.cards = p.cards;
+    report.device = p.device.name;
+  }
+  print_walk(stdout, &report);
+  printf("\n%s\n", note);
+  return save_report(&report, o, "unknown", o->file);
+}
+
+// The same plan with other numbers of KV heads: side by side, and in one picture.
+static bool compare_heads(const Plan* plan, const SweepReport* reports, const int* heads, int n,
+                          const char* dir, char* err) {
+  Str names[MAX_BATCHES];
+  printf("KV heads  KiB/token  sequences that fit  working point     tok/s\n");
+  for (int i = 0; i < n; i++) {
+    Plan p = *plan;
+    p.config.n_kv_heads = heads[i];
+    int at = reports[i].knee.working;
+    const SweepRow* r = at < 0 ? &no_row : &reports[i].rows[at];
+    double kib = plan_kv_bytes(&p) / 1024;
+    const char* kind = heads[i] == 1 ? "MQA" : heads[i] == p.config.n_heads ? "MHA" : "GQA";
+    const char* plural = heads[i] == 1 ? "" : "s";
+    names[i] = format_str("%s (%d KV head%s): %.3g KiB/token", kind, heads[i], plural, kib);
+    printf("%8d%11.1f%20d%15d%10.0f\n", heads[i], kib, plan_fit(&p, p.input_len + p.output_len),
+           r->batch, r->output_tok_s);
+  }
+  printf("%s/: kv_heads.png\n\n", dir);
+  return prepare_out(dir, err) && plot_what_if(reports, names, n, dir, err);
+}
+
+// bs plan: budget, predicted curve and its knee.
+static int cmd_plan(Session* s, const Options* o) {
+  static SweepRow rows[MAX_BATCHES][MAX_BATCHES];
+  static SweepReport reports[MAX_BATCHES];
+  char err[ERR_LEN];
+  Plan p;
+  int status = plan_init(&p, s, o, err);
+  if (status != 0) return give_up(status, err);
   int own = p.config.n_kv_heads, n = o->n_kv_heads ? o->n_kv_heads : 1, cards = o->cards, shown = 0;
   const int* heads = o->n_kv_heads ? o->kv_heads : &own;
   for (int i = n - 1; i >= 0; i--) {  // the most heads first: they need the most cards
@@ -216,15 +297,7 @@ static int cmd_plan(Session* s, const Options* o) {
   print_table_header(stdout, o->rules);
   for (int i = 0; i < reports[shown].n_rows; i++) print_row(stdout, &rows[shown][i], o->rules);
   printf("\n");
-  if (n > 1) printf("KV heads  KiB/token  sequences that fit  working point     tok/s\n");
-  for (int i = 0; i < n && n > 1; i++) {
-    p.config.n_kv_heads = heads[i];
-    const Knee* k = &reports[i].knee;
-    const SweepRow* r = k->working < 0 ? &no_row : &rows[i][k->working];
-    printf("%8d%11.1f%20d%15d%10.0f\n", heads[i], plan_kv_bytes(&p) / 1024,
-           plan_fit(&p, o->input_len + o->output_len), r->batch, r->output_tok_s);
-  }
-  if (n > 1) printf("\n");
+  if (n > 1 && !compare_heads(&p, reports, heads, n, o->out, err)) return give_up(1, err);
   const char* dtype = p.fp8_kv ? "fp16, KV cache fp8" : "fp16";
   return save_report(&reports[shown], o, dtype, NULL);
 }

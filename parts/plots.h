@@ -185,7 +185,8 @@ static void draw_x_axis(const Axes* a, const char* name) {
     if (v < a->x.lo) continue;
     double at = round(to_pixel(&a->x, v));
     fill_box(at - 1, in->y1, at + 1, in->y1 + 7, INK_DARK);
-    draw_text(at, in->y1 + 28, 0.5, room, LABEL_SIZE, INK_DIM, format_num(v, false).s);
+    Str tick = a->x.kind == SCALE_LOG2 ? format_str("%.0f", v) : format_num(v, false);
+    draw_text(at, in->y1 + 28, 0.5, room, LABEL_SIZE, INK_DIM, tick.s);  // 1024, not 1.02k
   }
   fill_box(in->x0, in->y1, in->x1, in->y1 + 2, INK_DARK);
 }
@@ -340,7 +341,9 @@ static void draw_series(const Axes* a, const SweepReport* r, const struct Series
       Str value = format_num(v, a->y.kind == SCALE_MIB);
       const char* format = !limit ? "%s" : p.y < a->in.y0 ? "%s %s, off the chart" : "%s %s";
       Point at = {bar ? p.x + half : p.x, fmax(p.y, a->in.y0)};
-      if (place_label(a, at, (Ink)s->ink, format_str(format, s->name, value.s).s)) return;
+      bool predicted = r->simulated && strcmp(s->name, "achieved") == 0;
+      Str text = format_str(format, predicted ? "predicted" : s->name, value.s);
+      if (place_label(a, at, (Ink)s->ink, text.s)) return;
     }
     if (s->shape != AS_LIMIT || isnan(last.x + last.y)) last = p;  // one line of regular dashes
   }
@@ -441,6 +444,64 @@ static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
     if (!write_png(w, h, dir, name, err)) return false;
   }
   return true;
+}
+
+static int knee_batch(const SweepReport* r) {
+  return r->knee.working < 0 ? 0 : r->rows[r->knee.working].batch;
+}
+
+// Memory against batch, a curve for each report, with its working point: what if the model had
+// other key/value heads? names[i] is what report i is called, up to a colon, and what else it is.
+static bool plot_what_if(const SweepReport* reports, const Str* names, int n, const char* dir,
+                         char* err) {
+  static const Ink INKS[] = {INK_BLUE, INK_RED, INK_GREEN, INK_DIM, INK_GOLD};
+  const SweepReport *first = &reports[0], *last = &reports[n - 1];
+  double limit = row_value(first, 0, V_LIMIT), mark = row_value(first, 0, V_MARK);
+  Box page = {36, 32, 1564, 904};
+  Axes a = new_axes(page, 210, SCALE_LOG2, SCALE_MIB);
+  for (int i = 0; i < first->n_rows; i++) include_value(&a.x, row_value(first, i, V_BATCH));
+  include_value(&a.y, limit);
+  memset(dots, INK_NONE, sizeof dots);
+  Str title = format_str("Simulated. %.*s runs batch %d, %.*s batch %d",
+                         (int)strcspn(names[0].s, ":"), names[0].s, knee_batch(first),
+                         (int)strcspn(names[n - 1].s, ":"), names[n - 1].s, knee_batch(last));
+  draw_axes(&a, title.s, "batch size", "device memory");
+  double y = to_pixel(&a.y, limit), watermark = to_pixel(&a.y, mark);
+  Point from = {a.in.x0, y}, to = {a.in.x1, y}, low = {a.in.x0, watermark},
+        end = {a.in.x1, watermark};
+  draw_segment(from, to, 1, AS_LIMIT, INK_DARK);
+  draw_segment(low, end, 1, AS_LIMIT, INK_DARK);
+  place_label(&a, to, INK_DARK, format_str("limit %s", format_num(limit, true).s).s);
+  place_label(&a, end, INK_DARK, format_str("watermark %s", format_num(mark, true).s).s);
+  for (int pass = 0; pass < 2; pass++)  // labels come last, where the curves leave room
+    for (int k = 0; k < n; k++) {
+      const SweepReport* r = &reports[k];
+      Point at = {NAN, NAN}, knee_at = at;
+      for (int i = 0; i < r->n_rows && !(at.y <= a.in.y0); i++) {
+        Point p = {to_pixel(&a.x, r->rows[i].batch), to_pixel(&a.y, r->rows[i].mem_used_mib)};
+        double up = (at.y - a.in.y0) / (at.y - p.y);  // cut off at the top of the chart
+        if (p.y < a.in.y0) p.x = at.x + up * (p.x - at.x);
+        if (p.y < a.in.y0) p.y = a.in.y0;
+        if (pass == 0) draw_segment(at, p, 1.8, 6 * k, INKS[k % 5]);
+        if (pass == 0) draw_segment(p, p, p.y > a.in.y0 ? 5 : 0, 0, INKS[k % 5]);
+        at = p;
+        if (i == r->knee.working) knee_at = p;
+      }
+      if (pass == 0) draw_segment(knee_at, knee_at, 11, 0, INK_DARK);
+      if (pass == 0) draw_segment(knee_at, knee_at, 8, 0, INK_GOLD);
+      if (pass == 0) continue;
+      place_label(&a, at, INKS[k % 5], names[k].s);
+      if (r->knee.working < 0) continue;
+      const SweepRow* w = &r->rows[r->knee.working];
+      Str tok = format_num(w->output_tok_s, false);
+      place_label(&a, knee_at, INK_DARK, format_str("batch %d, %s tok/s", w->batch, tok.s).s);
+    }
+  Str foot =
+      format_str("%s on %s: %d tokens in, %d out; what if it had other key/value heads",
+                 first->model, first->device, first->rows->input_len, first->rows->output_len);
+  draw_foot(1600, 1000, foot.s,
+            "The dots are the working points: the last batch that breaks no rule");
+  return write_png(1600, 1000, dir, "kv_heads.png", err);
 }
 
 // ---- The charts of compare: who held which slot when, how long the requests waited, and that the

@@ -3,6 +3,7 @@
 typedef struct {
   const char* name;
   double mem, bandwidth, rate;  // bytes, bytes/s, FLOP/s of fp16 matrices summed in fp32, dense
+  double step;                  // s that a step takes beyond its roofline: launches, the host
 } SimGpu;
 
 // From NVIDIA's data sheets and white papers. A data sheet's "with sparsity" is halved. GeForce
@@ -11,26 +12,34 @@ typedef struct {
 // allow less. T4 and L4 give 1/16 of their memory to error correction, as nvidia-smi shows.
 // clang-format off
 static const SimGpu sim_gpus[] = {
-    {"3060-laptop", 6 * 0x1p30, 336e9, 26.2e12},    // 30 SM, 1.703 GHz; 192 bit x 14 Gbit/s
-    {"4060-laptop", 8 * 0x1p30, 256e9, 29.1e12},    // 24 SM, 2.370 GHz; 128 bit x 16 Gbit/s
-    {"4070-laptop", 8 * 0x1p30, 256e9, 40.1e12},    // 36 SM, 2.175 GHz; 128 bit x 16 Gbit/s
-    {"4090-laptop", 16 * 0x1p30, 576e9, 79.4e12},   // 76 SM, 2.040 GHz; 256 bit x 18 Gbit/s
-    {"4090", 24 * 0x1p30, 1008e9, 165.2e12},        // Ada white paper, appendix A
-    {"5090", 32 * 0x1p30, 1792e9, 209.5e12},        // RTX Blackwell white paper, appendix A
-    {"t4", 15 * 0x1p30, 300e9, 65e12},              // T4 data sheet: 16 GB, mixed precision
-    {"l4", 22.5 * 0x1p30, 300e9, 121e12},           // L4 data sheet: 24 GB, 242 sparse
-    {"a100-40g", 40 * 0x1p30, 1555e9, 312e12},      // A100 data sheet, 40 GB
-    {"a100-80g", 80 * 0x1p30, 2039e9, 312e12},      // A100 data sheet, 80 GB SXM
-    {"h100", 80 * 0x1p30, 3350e9, 989e12},          // H100 data sheet, SXM: 1,979 sparse
-    {"h200", 141 * 0x1p30, 4800e9, 989e12},         // H200 data sheet, SXM: 1,979 sparse
-    {"b200", 180 * 0x1p30, 8000e9, 2250e12},        // DGX B200 data sheet, an eighth: 4,500 sparse
+    {"3060-laptop", 6 * 0x1p30, 336e9, 26.2e12, 0},// 30 SM, 1.703 GHz; 192 bit x 14 Gbit/s
+    {"4060-laptop", 8 * 0x1p30, 256e9, 29.1e12, 0},// 24 SM, 2.370 GHz; 128 bit x 16 Gbit/s
+    {"4070-laptop", 8 * 0x1p30, 256e9, 40.1e12, 0},// 36 SM, 2.175 GHz; 128 bit x 16 Gbit/s
+    {"4090-laptop", 16 * 0x1p30, 576e9, 79.4e12, 0},// 76 SM, 2.040 GHz; 256 bit x 18 Gbit/s
+    {"4090", 24 * 0x1p30, 1008e9, 165.2e12, 0},    // Ada white paper, appendix A
+    {"5090", 32 * 0x1p30, 1792e9, 209.5e12, 0},    // RTX Blackwell white paper, appendix A
+    {"t4", 15 * 0x1p30, 300e9, 65e12, 0},          // T4 data sheet: 16 GB, mixed precision
+    {"l4", 22.5 * 0x1p30, 300e9, 121e12, 0},       // L4 data sheet: 24 GB, 242 sparse
+    {"a100-40g", 40 * 0x1p30, 1555e9, 312e12, 0},  // A100 data sheet, 40 GB
+    {"a100-80g", 80 * 0x1p30, 2039e9, 312e12, 0},  // A100 data sheet, 80 GB SXM
+    {"h100", 80 * 0x1p30, 3350e9, 989e12, 0},      // H100 data sheet, SXM: 1,979 sparse
+    {"h200", 141 * 0x1p30, 4800e9, 989e12, 0},     // H200 data sheet, SXM: 1,979 sparse
+    {"b200", 180 * 0x1p30, 8000e9, 2250e12, 0},    // DGX B200 data sheet, an eighth: 4,500 sparse
 };
 // clang-format on
 enum { N_SIM_GPUS = sizeof sim_gpus / sizeof sim_gpus[0] };
 
-// spec is what follows "sim:": a name of the table, or mem=8G,bw=256e9,rate=40e12 in any order. It
-// must outlive out, whose name it becomes. False: err says what is allowed.
+// spec is what follows "sim:": a name of the table, or mem=8G,bw=256e9,rate=40e12 in any order,
+// with step=300e-6 if it was measured. It must outlive out, whose name it becomes. False: err says
+// what is allowed.
 static bool find_sim_gpu(const char* spec, SimGpu* out, char* err) {
+  struct {
+    const char* key;
+    double *field, least, most;
+  } keys[] = {{"mem=", &out->mem, 1e6, 1e18},
+              {"bw=", &out->bandwidth, 1e6, 1e18},
+              {"rate=", &out->rate, 1e6, 1e18},
+              {"step=", &out->step, 1e-9, 10}};
   for (int i = 0; i < N_SIM_GPUS; i++) {
     *out = sim_gpus[i];
     if (strcasecmp(spec, out->name) == 0) return true;
@@ -38,26 +47,24 @@ static bool find_sim_gpu(const char* spec, SimGpu* out, char* err) {
   memset(out, 0, sizeof *out);
   out->name = spec;
   bool ok = true;
-  for (const char* at = spec; ok; at++) {
-    const char* key = at;
-    double* field = strncmp(key, "mem=", 4) == 0  ? &out->mem
-                    : strncmp(key, "bw=", 3) == 0 ? &out->bandwidth
-                                                  : &out->rate;
-    ok = *field == 0 && (field != &out->rate || strncmp(key, "rate=", 5) == 0);
+  for (const char* at = spec; ok && *at; at += *at == ',') {
+    int k = 0;
+    while (k < 4 && strncmp(at, keys[k].key, strlen(keys[k].key)) != 0) k++;
+    ok = k < 4 && *keys[k].field == 0;  // known, and not given twice
     if (!ok) break;
     char* end;
-    at += strcspn(at, "=") + 1;
-    *field = strtod(at, &end);
-    ok = end > at && strspn(at, "0123456789.e+") >= (size_t)(end - at);  // no sign, hex or nan
-    if (field == &out->mem && (*end == 'M' || *end == 'G'))
-      *field *= *end++ == 'M' ? 0x1p20 : 0x1p30;
-    ok = ok && *field >= 1e6 && *field <= 1e18 && (*end == ',' || *end == '\0');
+    at += strlen(keys[k].key);
+    double value = strtod(at, &end);
+    ok = isdigit((unsigned char)*at) && strspn(at, "0123456789.e+-") >= (size_t)(end - at);
+    if (k == 0 && (*end == 'M' || *end == 'G')) value *= *end++ == 'M' ? 0x1p20 : 0x1p30;
+    ok = ok && value >= keys[k].least && value <= keys[k].most;
+    ok = ok && (*end == '\0' || (*end == ',' && end[1] != '\0'));
+    *keys[k].field = value;
     at = end;
-    if (*end == '\0') break;
   }
   if (ok && out->mem > 0 && out->bandwidth > 0 && out->rate > 0) return true;
-  int n =
-      snprintf(err, ERR_LEN, "--device sim:%.80s: allowed is mem=8G,bw=256e9,rate=40e12 or", spec);
+  int n = snprintf(err, ERR_LEN, "--device sim:%.80s: allowed is mem=8G,bw=256e9,rate=40e12 %s",
+                   spec, "(and step=300e-6) or");
   for (int i = 0; i < N_SIM_GPUS; i++)
     n += snprintf(err + n, (size_t)(ERR_LEN - n), " %s", sim_gpus[i].name);
   return false;
@@ -137,8 +144,8 @@ static void sim_wait(Engine* e, double until) {
 static void sim_submit(Engine* e, const Batch* b, Step* s) {
   const Device* d = e->device;
   Work w = count_work(&e->w->config, b, d->api->kv_size);
-  double seconds = fmax((w.weight_bytes + w.kv_bytes) / d->bandwidth, w.flops / d->rate);
-  e->sim_end = fmax(e->sim_end, e->sim_now) + seconds;
+  double roof = fmax((w.weight_bytes + w.kv_bytes) / d->bandwidth, w.flops / d->rate);
+  e->sim_end = fmax(e->sim_end, e->sim_now) + roof + sim_gpu.step;
   s->end = e->sim_end;
   for (int r = 0; r < b->n_rows; r++) s->tokens[r] = 0;
 }
