@@ -28,6 +28,7 @@
 // clang-format on
 #include "model.h"
 #include <signal.h>
+#include <strings.h>
 #include <time.h>
 #include <ctype.h>
 #define STB_IMAGE_WRITE_IMPLEMENTATION
@@ -84,9 +85,12 @@ typedef struct {  // everything a plot needs
   const char *model, *device;  // "llama-3.2-1b", "NVIDIA H200"
   bool simulated;
   double bandwidth, rate;  // probed ceilings: bytes/s, FLOP/s; 0 = unknown
+  int cards;               // that the model is spread over
+  bool fp8_kv;
 } SweepReport;
 
 typedef enum { POLICY_STATIC, POLICY_BUCKETED, POLICY_CONTINUOUS, N_POLICIES } Policy;
+static const char* const policy_names[] = {"static", "bucketed", "continuous"};
 
 typedef struct {  // one stay of a request in a slot; a preempted request has several
   int slot, request;
@@ -157,6 +161,8 @@ typedef struct {
   void (*engine_close)(Engine* e);
   void (*submit)(Engine* e, const Batch* b, Step* s);
   void (*collect)(Engine* e, Step* s);
+  double (*clock)(Engine* e);             // seconds; a simulated device has a clock of its own
+  void (*wait)(Engine* e, double until);  // on that clock; may return early
   void (*logits)(Engine* e, int rows,
                  float* out);  // [R, V] of the last step: for tests and the curious
 } Backend;
@@ -360,19 +366,26 @@ static void device_close(Device* d) {
 }
 // ---- Requests: what a client asks for, and where it stands.
 
+typedef enum { QUEUED, RUNNING, FINISHED, REJECTED, TIMED_OUT } Status;
+
 typedef struct {
   int n_prompt, max_new;
-  int n_given;   // tokens the host hands over; the rest is known on the device first
-  int* tokens;   // [n_prompt + max_new] the prompt, then what was generated
-  double* time;  // [max_new] when each new token was there, seconds on now()'s clock
-  double arrival;
+  int* tokens;        // [n_prompt + max_new] the prompt, then what was generated
+  double* time;       // [max_new] when each new token was there, seconds on the device's clock
+  double arrival;     // seconds after the run's start
   uint32_t seed;      // of its sampling noise
   float temperature;  // 0 = greedy
-  int slot;           // place in the running batch; -1 = not running
-  int n_cached;       // positions whose KV is in the cache or on its way there
-  int n_ordered;     // new tokens asked of the device; those not yet collected are known only there
-  int n_new;         // new tokens collected
-  bool done, ended;  // ended: by the model's own end token
+  Status status;      // QUEUED: waits, has not arrived yet, or was preempted
+  int slot;           // place in the running batch; -1 = none
+  int n_given;    // tokens that the host hands over: the prompt and, after a preemption, the rest
+  int n_read;     // n_given, or with padding the longest prompt of its static batch
+  bool reading;   // not all of n_read is computed yet
+  int n_cached;   // positions whose KV is in the cache or on its way there
+  int n_ordered;  // new tokens asked of the device; those not yet collected are known only there
+  int n_new;      // new tokens collected
+  bool ended;     // by the model's own end token
+  int preemptions;
+  int span;  // its latest stay in a slot
 } Request;
 
 // ---- The KV cache in blocks of 16 tokens, a block table per slot (PagedAttention, Kwon et al.
@@ -383,10 +396,15 @@ typedef struct {
   int n_blocks, max_blocks, n_slots;  // in all; of one slot; slots
   int* free_list;                     // stack of blocks nobody holds
   int n_free;
-  int* held;     // [slots] blocks of each slot
-  int* table;    // [slots, max_blocks]
-  bool changed;  // since the device last saw the table
+  int* held;        // [slots] blocks of each slot
+  int* table;       // [slots, max_blocks]
+  bool changed;     // since the device last saw the table
+  long fail_after;  // tests: the growth after this many is refused; -1 = none is
 } BlockTable;
+
+static int blocks_for(int n_tokens) {
+  return (n_tokens + KV_BLOCK - 1) / KV_BLOCK;
+}
 
 static void blocks_init(BlockTable* b, int n_blocks, int max_blocks, int n_slots) {
   memset(b, 0, sizeof *b);
@@ -398,6 +416,7 @@ static void blocks_init(BlockTable* b, int n_blocks, int max_blocks, int n_slots
   b->table = (int*)xcalloc((size_t)n_slots * max_blocks, sizeof(int));
   for (int i = 0; i < n_blocks; i++) b->free_list[i] = n_blocks - 1 - i;
   b->changed = true;
+  b->fail_after = -1;
 }
 
 static void blocks_free(BlockTable* b) {
@@ -410,8 +429,9 @@ static void blocks_free(BlockTable* b) {
 // Makes room for positions 0 .. n_tokens - 1 of a slot. False (and nothing taken) when too few
 // blocks are free.
 static bool blocks_grow(BlockTable* b, int slot, int n_tokens) {
-  int need = (n_tokens + KV_BLOCK - 1) / KV_BLOCK;
+  int need = blocks_for(n_tokens);
   if (need > b->max_blocks || need - b->held[slot] > b->n_free) return false;
+  if (need > b->held[slot] && b->fail_after >= 0 && b->fail_after-- == 0) return false;
   while (b->held[slot] < need) {
     b->table[(size_t)slot * b->max_blocks + b->held[slot]++] = b->free_list[--b->n_free];
     b->changed = true;
@@ -433,7 +453,7 @@ static size_t kv_bytes_per_token(const Config* c, int kv_size) {  // kv_size: by
 // tokens. Only the tokens come back: the next step already finds them on the device (id -1), so the
 // host can run ahead and never stands in the way.
 
-enum { IN_FLIGHT = 4 };
+enum { IN_FLIGHT = 2 };
 static const double GIB = 1073741824.0, MIB = 1048576.0;
 
 // Batch sizes that a recorded step exists for; a smaller batch is padded (GPU). Exact up to 8
@@ -472,12 +492,13 @@ struct Engine {
   float* cpu_logits;  // [slots, padded V]
   int* cpu_sampled;   // [slots] the token each slot sampled last
   struct Gpu* gpu;
+  double sim_now, sim_end;  // sim: the clock; when the last step submitted will be done
 };
 
 static void engine_kv_bytes(const Device* d, const Config* c, EngineSize s, size_t* k_bytes,
                             size_t* v_bytes) {
-  size_t blocks = s.n_blocks ? (size_t)s.n_blocks
-                             : (size_t)s.max_slots * ((s.max_positions + KV_BLOCK - 1) / KV_BLOCK);
+  size_t blocks =
+      s.n_blocks ? (size_t)s.n_blocks : (size_t)s.max_slots * blocks_for(s.max_positions);
   size_t wide =
       (c->head_dim + d->api->key_multiple - 1) / d->api->key_multiple * d->api->key_multiple;
   size_t rows = blocks * KV_BLOCK * c->n_layers * c->n_kv_heads;
@@ -512,7 +533,7 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
              left / GIB);
     return ROW_SKIPPED;
   }
-  int max_blocks = (size.max_positions + KV_BLOCK - 1) / KV_BLOCK;
+  int max_blocks = blocks_for(size.max_positions);
   blocks_init(&e->blocks, size.n_blocks ? size.n_blocks : size.max_slots * max_blocks, max_blocks,
               size.max_slots);
   e->seed = (uint32_t*)xcalloc(size.max_slots, sizeof *e->seed);
@@ -547,7 +568,7 @@ static void engine_set_sampler(Engine* e, int slot, uint32_t seed, float tempera
 static void engine_submit(Engine* e, const Batch* b) {
   Step* s = &e->step[e->submitted++ % IN_FLIGHT];
   s->n_rows = b->n_rows;
-  s->submitted = now();
+  s->submitted = e->device->api->clock(e);
   for (int r = 0; r < b->n_rows; r++) s->slot[r] = b->slot[b->row[r]];
   e->device->api->submit(e, b, s);
 }
@@ -605,24 +626,302 @@ static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, doubl
   s->flops += w.flops;
 }
 
-// ---- Scheduler: who runs in the next step. Here the fixed batch of an offline job (article 1,
-// section 1): all requests start together, every prompt is read before anyone decodes, nobody
-// leaves before the end.
+// ---- Scheduler: who runs in the next step. Three policies, one mechanism; they differ in admit().
+//
+//   static      a fixed batch (article 1, section 1): waits until it is full, pads all prompts to
+//   the
+//               longest, computes every row until the longest output ends, reserves KV for the
+//               worst
+//   bucketed    the same among requests of similar prompt length (article 1, section 4)
+//   continuous  every step admits into free slots; who is done leaves at once (Yu et al., Orca,
+//   2022;
+//               article 2, section 4.3)
+//
+// Padding and finished rows are really computed: they are the phenomenon.
+
+typedef struct {            // what a server limits; 0 = no limit, except where said
+  int max_batch;            // sequences at once (1 or more)
+  int step_tokens;          // tokens in one step (max_batch or more)
+  int max_input;            // a longer prompt is rejected
+  int max_new;              // a longer output is rejected; static policies reserve this much
+  int total_tokens;         // of prompt + max_new over the requests that run
+  double timeout_s;         // a request that is not done this long after its arrival is dropped
+  double batch_wait_s;      // static, bucketed: longest that an incomplete batch waits for more
+  double kv_watermark_pct;  // continuous: share of the blocks kept free when one is admitted
+} Limits;
 
 typedef struct {
   Request* requests;
-  int n;
-  int step_tokens;  // most tokens in one step
+  int n;  // ascending by arrival
+  Policy policy;
+  Limits limits;
   bool stop_at_eos;
+  const char* progress;  // shown on a terminal while it runs; NULL = nothing
 } Workload;
 
-typedef struct {
+typedef struct {               // of all runs since the caller zeroed it
+  StepTotals prefill, decode;  // steps with a part of a prompt, and without
+  double start, end, busy;     // of the last run, on the device's clock; seconds of all
+  int finished, preemptions, rejected, timed_out;
+  Span* spans;  // for the caller to free
+  int n_spans, cap_spans;
+  double computed, wasted;      // tokens; padding and finished rows among them
+  double kv_reserved, kv_held;  // positions that stays reserved; that held a request's token
+} RunStats;
+
+typedef struct {  // a step between its plan and its results
   Batch batch;
   int* owner;   // [R] which request each row belongs to
-  bool decode;  // one token per sequence and no prompt
+  int group;    // the static batch it belongs to; -1 = continuous
+  bool decode;  // no part of a prompt in it
   Work work;
-  double submitted;
 } Planned;
+
+typedef struct {
+  Engine* e;
+  const Workload* w;
+  RunStats* stats;
+  int* queue;  // requests that wait, in order of arrival
+  int n_queue;
+  int* running;  // requests in slots, in order of admission
+  int n_running;
+  int* free_slots;  // stack
+  int n_free;
+  int* bucket_size;  // requests in the queue, by bucket
+  int n_arrived;     // requests[0 .. n_arrived) have
+  int limit;         // the dynamic batch: how many may run; an out-of-memory lowers it
+  int total;         // prompt + max_new of those that run
+  int longest_new;   // longest output that any request may ask for
+  int n_groups;      // static batches so far
+  int first_span;    // of this run
+  bool together;     // static or bucketed
+} Scheduler;
+
+enum { BUCKET_WIDTH = 128 };      // prompt tokens, as in article 1, section 4
+static const double TICK = 1e-9;  // s: what rounding may take from a clock that a wait has moved
+
+static int bucket_of(const Scheduler* s, const Request* r) {
+  return s->w->policy == POLICY_BUCKETED ? (r->n_prompt - 1) / BUCKET_WIDTH : 0;
+}
+
+// Positions that a request may come to hold. A static batch cannot know an output's length.
+static int worst_case(const Scheduler* s, const Request* r, int n_prompt) {
+  int positions = n_prompt + (s->together ? s->longest_new : r->max_new);
+  return positions < s->e->size.max_positions ? positions : s->e->size.max_positions;
+}
+
+static bool can_ever_run(const Scheduler* s, const Request* r) {
+  const Limits* l = &s->w->limits;
+  int total = r->n_prompt + r->max_new;
+  return (l->max_input == 0 || r->n_prompt <= l->max_input) &&
+         (l->max_new == 0 || r->max_new <= l->max_new) &&
+         (l->total_tokens == 0 || total <= l->total_tokens) && total <= s->e->size.max_positions &&
+         blocks_for(worst_case(s, r, r->n_prompt)) <= s->e->blocks.n_blocks;
+}
+
+static void enqueue(Scheduler* s, int i) {
+  int at = s->n_queue++;
+  for (; at > 0 && s->queue[at - 1] > i; at--) s->queue[at] = s->queue[at - 1];
+  s->queue[at] = i;
+  s->bucket_size[bucket_of(s, &s->w->requests[i])]++;
+}
+
+static Request* dequeue(Scheduler* s, int at) {
+  Request* r = &s->w->requests[s->queue[at]];
+  s->bucket_size[bucket_of(s, r)]--;
+  s->n_queue--;
+  memmove(s->queue + at, s->queue + at + 1, (size_t)(s->n_queue - at) * sizeof(int));
+  return r;
+}
+
+// t: seconds since the run's start, here and below.
+static void arrive(Scheduler* s, double t) {
+  for (; s->n_arrived < s->w->n && s->w->requests[s->n_arrived].arrival <= t + TICK;
+       s->n_arrived++) {
+    Request* r = &s->w->requests[s->n_arrived];
+    if (can_ever_run(s, r)) {
+      enqueue(s, s->n_arrived);
+    } else {
+      r->status = REJECTED;
+      s->stats->rejected++;
+    }
+  }
+}
+
+static Span* span_of(Scheduler* s, const Request* r) {
+  return &s->stats->spans[r->span];
+}
+
+static void drop_late(Scheduler* s, double t) {
+  double timeout = s->w->limits.timeout_s;
+  if (timeout <= 0) return;
+  while (s->n_queue > 0 && s->w->requests[s->queue[0]].arrival + timeout + TICK < t) {
+    dequeue(s, 0)->status = TIMED_OUT;
+    s->stats->timed_out++;
+  }
+  for (int i = 0; i < s->n_running; i++) {
+    Request* r = &s->w->requests[s->running[i]];
+    if (r->status != RUNNING || r->arrival + timeout + TICK >= t) continue;
+    r->status = TIMED_OUT;
+    span_of(s, r)->finish = t;
+    s->stats->timed_out++;
+  }
+}
+
+// Moves a request from the queue to a slot with KV blocks for so many positions. False: the blocks
+// were refused, although they should have been there; then the dynamic batch shrinks to what runs.
+static bool start_request(Scheduler* s, int at, int n_read, int positions, double t) {
+  int i = s->queue[at], slot = s->free_slots[s->n_free - 1];
+  if (!blocks_grow(&s->e->blocks, slot, positions)) {
+    s->limit = s->n_running > 0 ? s->n_running : 1;
+    return false;
+  }
+  Request* r = dequeue(s, at);
+  s->n_free--;
+  s->running[s->n_running++] = i;
+  s->total += r->n_prompt + r->max_new;
+  r->slot = slot;
+  r->status = RUNNING;
+  r->reading = true;
+  r->n_read = n_read;
+  r->n_given = r->n_prompt + r->n_new;
+  r->n_cached = 0;
+  r->n_ordered = r->n_new;
+  engine_set_sampler(s->e, slot, r->seed, r->temperature);
+  RunStats* stats = s->stats;
+  if (stats->n_spans == stats->cap_spans) {
+    stats->cap_spans = stats->cap_spans ? 2 * stats->cap_spans : 256;
+    stats->spans = (Span*)realloc(stats->spans, stats->cap_spans * sizeof(Span));
+    if (!stats->spans) die("out of host memory");
+  }
+  r->span = stats->n_spans++;
+  Span span = {slot, i,    s->together ? s->n_groups : -1, r->n_given, n_read, t, NAN, NAN,
+               NAN,  false};
+  *span_of(s, r) = span;
+  return true;
+}
+
+// Static and bucketed: which bucket may start now: a full one; or, when no more will come or its
+// oldest request has waited long enough, the oldest request's. -1 = none yet.
+static int ready_bucket(const Scheduler* s, double t) {
+  const Request* all = s->w->requests;
+  for (int i = 0; i < s->n_queue; i++) {
+    int bucket = bucket_of(s, &all[s->queue[i]]);
+    if (s->bucket_size[bucket] >= s->limit) return bucket;
+  }
+  if (s->n_queue == 0) return -1;
+  const Request* oldest = &all[s->queue[0]];
+  bool due = s->n_arrived == s->w->n || t + TICK >= oldest->arrival + s->w->limits.batch_wait_s;
+  return due ? bucket_of(s, oldest) : -1;
+}
+
+// A whole batch, in order of arrival: as many as fit when each reserves the longest prompt and the
+// longest output.
+static void admit_batch(Scheduler* s, double t) {
+  int bucket = s->n_running > 0 ? -1 : ready_bucket(s, t), n = 0, longest = 0, total = 0,
+      reserve = 0;
+  const Limits* l = &s->w->limits;
+  for (int i = 0; i < s->n_queue && n < s->limit && bucket >= 0; i++) {
+    const Request* r = &s->w->requests[s->queue[i]];
+    if (bucket_of(s, r) != bucket) continue;
+    int prompt = r->n_prompt > longest ? r->n_prompt : longest;
+    int positions = worst_case(s, r, prompt);
+    total += r->n_prompt + r->max_new;
+    if ((n + 1) * blocks_for(positions) > s->e->blocks.n_free) break;
+    if (l->total_tokens > 0 && total > l->total_tokens) break;
+    longest = prompt;
+    reserve = positions;
+    n++;
+  }
+  for (int i = 0; n > 0;) {
+    bool member = bucket_of(s, &s->w->requests[s->queue[i]]) == bucket;
+    if (member && !start_request(s, i, longest, reserve, t)) break;
+    n -= member;
+    i += !member;
+  }
+  if (s->n_running > 0 && bucket >= 0) s->n_groups++;
+}
+
+// THE difference between the policies: who may start in this step.
+static void admit(Scheduler* s, double t) {
+  const Limits* l = &s->w->limits;
+  if (s->together) {
+    admit_batch(s, t);
+    return;
+  }
+  while (s->n_queue > 0 && s->n_running < s->limit && s->n_free > 0) {
+    const Request* r = &s->w->requests[s->queue[0]];
+    int n_read = r->n_prompt + r->n_new, left = s->e->blocks.n_free - blocks_for(n_read + 1);
+    double kept = s->n_running > 0 ? s->e->blocks.n_blocks * l->kv_watermark_pct / 100 : 0;
+    if (left < kept) return;
+    if (l->total_tokens > 0 && s->total + r->n_prompt + r->max_new > l->total_tokens) return;
+    if (!start_request(s, 0, n_read, n_read, t)) return;
+  }
+}
+
+// The slot and its blocks are free again. Results of steps still in flight find their request by
+// number, and steps run in order, so nobody needs to wait for them.
+static void leave(Scheduler* s, int at) {
+  Request* r = &s->w->requests[s->running[at]];
+  int own = r->n_prompt + (r->status == RUNNING ? r->n_ordered : r->n_new) - 1;
+  if (own > r->n_prompt + r->max_new - 1) own = r->n_prompt + r->max_new - 1;
+  s->stats->kv_reserved += s->e->blocks.held[r->slot] * KV_BLOCK;
+  s->stats->kv_held += own < r->n_cached ? own : r->n_cached;
+  blocks_release(&s->e->blocks, r->slot);
+  s->free_slots[s->n_free++] = r->slot;
+  s->total -= r->n_prompt + r->max_new;
+  s->n_running--;
+  memmove(s->running + at, s->running + at + 1, (size_t)(s->n_running - at) * sizeof(int));
+  r->slot = -1;
+}
+
+static bool wants_more(const Request* r) {
+  return r->status == RUNNING && (r->reading || r->n_ordered < r->max_new);
+}
+
+// Who has all it asked for leaves; of a static batch, nobody before everybody has.
+static void retire(Scheduler* s) {
+  bool unfinished = false;
+  for (int i = 0; i < s->n_running; i++) unfinished |= wants_more(&s->w->requests[s->running[i]]);
+  for (int i = s->n_running - 1; i >= 0; i--) {
+    if (s->together ? unfinished : wants_more(&s->w->requests[s->running[i]])) continue;
+    leave(s, i);
+    if (s->limit < s->w->limits.max_batch) s->limit++;
+  }
+}
+
+// The youngest gives up its blocks and will be recomputed, with what it generated as part of its
+// prompt (Kwon et al. 2023, section 4.5). Nothing is retried as it was: the batch is smaller now.
+// PRECONDITION: no steps in flight, so all its tokens are known here.
+static void preempt_youngest(Scheduler* s, double t) {
+  int i = s->running[s->n_running - 1];
+  Request* r = &s->w->requests[i];
+  span_of(s, r)->finish = t;
+  span_of(s, r)->preempted = true;
+  leave(s, s->n_running - 1);
+  r->status = QUEUED;
+  r->preemptions++;
+  s->stats->preemptions++;
+  s->limit = s->n_running > 0 ? s->n_running : 1;
+  enqueue(s, i);
+}
+
+// A place in the cache for the next token of everyone who decodes. False: the steps in flight must
+// be collected first.
+static bool make_room(Scheduler* s, double t, bool in_flight) {
+  for (int i = 0; i < s->n_running;) {
+    Request* r = &s->w->requests[s->running[i]];
+    bool fine = r->reading || !wants_more(r);
+    if (fine || blocks_grow(&s->e->blocks, r->slot, r->n_cached + 1)) {
+      i++;
+    } else if (in_flight) {
+      return false;
+    } else {
+      preempt_youngest(s, t);
+    }
+  }
+  return true;
+}
 
 static void planned_init(Planned* p, int max_tokens, int max_rows) {
   p->batch.id = (int*)xcalloc((size_t)max_tokens * 3 + max_rows, sizeof(int));
@@ -637,109 +936,269 @@ static void planned_free(Planned* p) {
   free(p->owner);
 }
 
-// The next token of request `owner`.
-static void batch_add(Engine* e, Planned* p, Request* r, int owner, bool sample) {
+// The next token of request i: of its prompt, of the padding behind it (any token will do: its
+// place in the cache is overwritten before it is read), or the one that it sampled last.
+static void batch_add(Scheduler* s, Planned* p, int i) {
+  Request* r = &s->w->requests[i];
   Batch* b = &p->batch;
   int pos = r->n_cached++;
-  if (!blocks_grow(&e->blocks, r->slot, r->n_cached))
-    die("the KV pool is smaller than its requests");
-  b->id[b->n_tokens] = pos < r->n_given ? r->tokens[pos] : -1;
+  bool given = pos < r->n_given, sample = r->reading ? pos == r->n_given - 1 : true;
+  bool wasted = r->reading ? !given : !wants_more(r);
+  b->id[b->n_tokens] = given ? r->tokens[pos] : r->reading ? 0 : -1;
   b->pos[b->n_tokens] = pos;
   b->slot[b->n_tokens] = r->slot;
   if (sample) {
     b->row[b->n_rows] = b->n_tokens;
-    p->owner[b->n_rows++] = owner;
+    p->owner[b->n_rows++] = i;
     r->n_ordered++;
   }
   b->n_tokens++;
+  s->stats->computed++;
+  s->stats->wasted += wasted;
+  if (!r->reading || r->n_cached < r->n_read) return;
+  r->reading = false;
+  r->n_cached = r->n_given;
 }
 
-// Fills p with the next step: prompts first, in chunks; once all are read, one token of every
-// sequence that still grows.
-static bool plan_step(Engine* e, const Workload* w, Planned* p) {
-  p->batch.n_tokens = p->batch.n_rows = 0;
-  for (int i = 0; i < w->n && p->batch.n_tokens < w->step_tokens; i++) {
-    Request* r = &w->requests[i];
-    while (!r->done && r->n_cached < r->n_given && p->batch.n_tokens < w->step_tokens)
-      batch_add(e, p, r, i, r->n_cached == r->n_given - 1);
+// Fills p with the next step: a token of everyone who decodes, then prompts, in chunks. A static
+// batch reads all its prompts first, and decodes finished rows too.
+static void plan_step(Scheduler* s, Planned* p) {
+  Batch* b = &p->batch;
+  bool reading = false;
+  b->n_tokens = b->n_rows = 0;
+  for (int i = 0; i < s->n_running; i++) reading |= s->w->requests[s->running[i]].reading;
+  for (int i = 0; i < s->n_running && !(s->together && reading); i++) {
+    const Request* r = &s->w->requests[s->running[i]];
+    bool room = r->n_cached < s->e->blocks.held[r->slot] * KV_BLOCK;
+    if (!r->reading && room) batch_add(s, p, s->running[i]);
   }
-  p->decode = p->batch.n_tokens == 0;
-  for (int i = 0; i < w->n && p->decode; i++) {
-    Request* r = &w->requests[i];
-    if (!r->done && r->n_ordered < r->max_new) batch_add(e, p, r, i, true);
+  p->decode = !reading;
+  p->group = s->together ? s->n_groups - 1 : -1;
+  for (int i = 0; i < s->n_running && reading; i++) {
+    const Request* r = &s->w->requests[s->running[i]];
+    while (r->reading && b->n_tokens < s->w->limits.step_tokens) batch_add(s, p, s->running[i]);
   }
-  return p->batch.n_tokens > 0;
+}
+// ---- The engine loop: plan, submit, collect. Steps are queued ahead, since the next one does not
+// depend on which tokens the last one sampled - unless one of them may be an end token.
+
+// A line on a terminal, rewritten: what is done, and how long the rest will take. what NULL: quiet.
+static void progress(const char* what, int done, int of, double start) {
+  static double shown;
+  double t = now();
+  bool over = done >= of;
+  if (what == NULL || !isatty(2) || (t - shown < 0.1 && !over)) return;
+  shown = t;
+  double left = done > 0 ? (t - start) * (of - done) / done : 0;
+  fprintf(stderr, "\r%s: %d of %d, about %.0f s left\033[K", what, done, of, left);
+  if (over) fprintf(stderr, "\r\033[K");
 }
 
-// ---- The engine loop: plan, submit, collect. Without an end token to watch for, up to IN_FLIGHT
-// steps are queued ahead.
+static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
+  RunStats* stats = s->stats;
+  const Config* c = &s->e->w->config;
+  const Step* step = engine_collect(s->e);
+  add_step(p->decode ? &stats->decode : &stats->prefill, s->e->device, p->work, p->batch.n_tokens,
+           step->end - fmax(*previous_end, step->submitted));
+  *previous_end = stats->end = step->end;
+  double t = step->end - stats->start;
+  for (int i = 0; i < step->n_rows; i++) {
+    Request* r = &s->w->requests[p->owner[i]];
+    if (r->status != RUNNING) continue;  // a finished row; a step in flight when the end came
+    r->time[r->n_new] = step->end;
+    r->tokens[r->n_prompt + r->n_new++] = step->tokens[i];
+    for (int j = 0; s->w->stop_at_eos && j < c->n_eos; j++)
+      r->ended |= step->tokens[i] == c->eos[j];
+    if (isnan(span_of(s, r)->first)) span_of(s, r)->first = t;
+    if (!r->ended && r->n_new < r->max_new) continue;
+    r->status = FINISHED;
+    stats->finished++;
+    span_of(s, r)->finish = t;
+  }
+  // A static batch answers as one: first tokens are out when its last prompt has been read.
+  for (int i = stats->n_spans - 1; i >= s->first_span && !p->decode && s->together; i--) {
+    Span* span = &stats->spans[i];
+    if (span->batch < p->group) break;
+    if (span->batch > p->group || isnan(span->first)) continue;
+    Request* r = &s->w->requests[span->request];
+    span->first = t;
+    r->time[0] = step->end;
+    if (r->status == FINISHED) span->finish = t;
+  }
+}
+
+// When something will happen by itself: an arrival, an incomplete batch's time, a time-out.
+static double next_event(const Scheduler* s) {
+  const Limits* l = &s->w->limits;
+  double t = s->n_arrived < s->w->n ? s->w->requests[s->n_arrived].arrival : INFINITY;
+  if (s->n_queue == 0) return t;
+  const Request* oldest = &s->w->requests[s->queue[0]];
+  t = s->together ? fmin(t, oldest->arrival + l->batch_wait_s) : 0;
+  if (l->timeout_s > 0) t = fmin(t, oldest->arrival + l->timeout_s + 2 * TICK);
+  return t;
+}
+
+static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats* stats) {
+  memset(s, 0, sizeof *s);
+  s->e = e;
+  s->w = w;
+  s->stats = stats;
+  s->together = w->policy != POLICY_CONTINUOUS;
+  s->limit = w->limits.max_batch;
+  s->n_free = s->limit;
+  s->queue = (int*)xcalloc((size_t)w->n + 2 * (size_t)s->limit, sizeof(int));
+  s->running = s->queue + w->n;
+  s->free_slots = s->running + s->limit;
+  for (int i = 0; i < s->limit; i++) s->free_slots[i] = s->limit - 1 - i;
+  int longest = 0;
+  s->longest_new = w->limits.max_new;
+  for (int i = 0; i < w->n; i++) {
+    Request* r = &w->requests[i];
+    r->slot = -1;
+    r->status = QUEUED;
+    r->n_new = r->preemptions = 0;
+    r->ended = false;
+    if (r->n_prompt > longest) longest = r->n_prompt;
+    if (w->limits.max_new == 0 && r->max_new > s->longest_new) s->longest_new = r->max_new;
+  }
+  s->bucket_size = (int*)xcalloc(longest / BUCKET_WIDTH + 1, sizeof(int));
+  s->first_span = stats->n_spans;
+  stats->start = stats->end = e->device->api->clock(e);
+}
+
+// The slots of a static batch are free again when its last output ends; who never finished ends
+// now.
+static void close_spans(const Scheduler* s) {
+  RunStats* stats = s->stats;
+  int first_span = s->first_span;
+  double end = stats->end - stats->start, release = NAN;
+  for (int i = stats->n_spans - 1; i >= first_span; i--) {
+    Span* span = &stats->spans[i];
+    if (isnan(span->finish)) span->finish = end;
+    bool same = i + 1 < stats->n_spans && span->batch >= 0 && span[1].batch == span->batch;
+    release = same ? fmax(release, span->finish) : span->finish;
+    span->release = release;
+  }
+  for (int i = first_span + 1; i < stats->n_spans; i++) {
+    Span* span = &stats->spans[i];
+    bool same = span->batch >= 0 && span->batch == span[-1].batch;
+    if (same) span->release = span[-1].release;
+  }
+}
+
+// Runs all requests to their end, to the time limit (seconds, for warm-ups) or to Ctrl-C; false if
+// cut short.
+static bool run_requests(Engine* e, const Workload* w, double time_limit, RunStats* stats) {
+  const Backend* api = e->device->api;
+  Scheduler s;
+  Planned planned[IN_FLIGHT];
+  int submitted = 0, collected = 0, depth = w->stop_at_eos ? 1 : IN_FLIGHT;
+  memset(planned, 0, sizeof planned);
+  scheduler_open(&s, e, w, stats);
+  for (int i = 0; i < depth; i++)
+    planned_init(&planned[i], w->limits.step_tokens + w->limits.max_batch, w->limits.max_batch);
+  double previous_end = stats->start, began = now();
+  bool cut = false;
+  for (;;) {
+    double t = api->clock(e) - stats->start;
+    bool in_flight = submitted > collected, more = false;
+    cut = cut || interrupted || t > time_limit;
+    arrive(&s, t);
+    drop_late(&s, t);
+    retire(&s);
+    if (!cut && make_room(&s, t, in_flight)) {
+      Planned* p = &planned[submitted % depth];
+      admit(&s, t);
+      plan_step(&s, p);
+      more = p->batch.n_tokens > 0;
+      if (more) {
+        p->work = count_work(&e->w->config, &p->batch, api->kv_size);
+        engine_submit(e, &p->batch);
+        submitted++;
+      }
+    }
+    if (submitted - collected == depth || (in_flight && !more)) {
+      collect_step(&s, &planned[collected++ % depth], &previous_end);
+      progress(w->progress, stats->finished, w->n - stats->rejected - stats->timed_out, began);
+    } else if (!more && (cut || (s.n_arrived == w->n && s.n_queue + s.n_running == 0))) {
+      break;
+    } else if (!more && s.n_running == 0) {
+      double until = next_event(&s);
+      if (until < INFINITY) api->wait(e, stats->start + until);
+    }
+  }
+  while (s.n_running > 0) leave(&s, s.n_running - 1);
+  close_spans(&s);
+  stats->busy += stats->end - stats->start;
+  for (int i = 0; i < depth; i++) planned_free(&planned[i]);
+  free(s.queue);
+  free(s.bucket_size);
+  return !cut;
+}
+
+// ---- GPUs that nobody here has to own: what `bs plan` and the sim device compute with.
 
 typedef struct {
-  StepTotals prefill, decode;  // of all runs since the caller zeroed them, as is busy
-  double start, prefill_end, end, busy;
-} RunStats;
+  const char* name;
+  double mem, bandwidth, rate;  // bytes, bytes/s, FLOP/s of fp16 matrices summed in fp32, dense
+} SimGpu;
 
-static void collect_step(Engine* e, const Workload* w, const Planned* p, RunStats* stats,
-                         double* previous_end) {
-  const Config* c = &e->w->config;
-  const Step* s = engine_collect(e);
-  double begin = fmax(*previous_end, s->submitted);
-  add_step(p->decode ? &stats->decode : &stats->prefill, e->device, p->work, p->batch.n_tokens,
-           s->end - begin);
-  *previous_end = stats->end = s->end;
-  if (!p->decode) stats->prefill_end = s->end;
-  for (int i = 0; i < s->n_rows; i++) {
-    Request* r = &w->requests[p->owner[i]];
-    if (r->done) continue;  // a step that was under way when the end token came
-    r->time[r->n_new] = s->end;
-    r->tokens[r->n_prompt + r->n_new++] = s->tokens[i];
-    for (int j = 0; w->stop_at_eos && j < c->n_eos; j++) r->ended |= s->tokens[i] == c->eos[j];
-    r->done = r->ended || r->n_new == r->max_new;
-  }
-}
+// From NVIDIA's data sheets and white papers. A data sheet's "with sparsity" is halved. GeForce
+// cards sum in fp32 at half rate: 512 FLOP per clock and multiprocessor, here at the highest boost
+// clock (Ada white paper, 4090: 128 x 512 x 2.52 GHz = 165 TFLOP/s); a laptop's power limit may
+// allow less. T4 and L4 give 1/16 of their memory to error correction, as nvidia-smi shows.
+// clang-format off
+static const SimGpu sim_gpus[] = {
+    {"3060-laptop", 6 * 0x1p30, 336e9, 26.2e12},    // 30 SM, 1.703 GHz; 192 bit x 14 Gbit/s
+    {"4060-laptop", 8 * 0x1p30, 256e9, 29.1e12},    // 24 SM, 2.370 GHz; 128 bit x 16 Gbit/s
+    {"4070-laptop", 8 * 0x1p30, 256e9, 40.1e12},    // 36 SM, 2.175 GHz; 128 bit x 16 Gbit/s
+    {"4090-laptop", 16 * 0x1p30, 576e9, 79.4e12},   // 76 SM, 2.040 GHz; 256 bit x 18 Gbit/s
+    {"4090", 24 * 0x1p30, 1008e9, 165.2e12},        // Ada white paper, appendix A
+    {"5090", 32 * 0x1p30, 1792e9, 209.5e12},        // RTX Blackwell white paper, appendix A
+    {"t4", 15 * 0x1p30, 300e9, 65e12},              // T4 data sheet: 16 GB, mixed precision
+    {"l4", 22.5 * 0x1p30, 300e9, 121e12},           // L4 data sheet: 24 GB, 242 sparse
+    {"a100-40g", 40 * 0x1p30, 1555e9, 312e12},      // A100 data sheet, 40 GB
+    {"a100-80g", 80 * 0x1p30, 2039e9, 312e12},      // A100 data sheet, 80 GB SXM
+    {"h100", 80 * 0x1p30, 3350e9, 989e12},          // H100 data sheet, SXM: 1,979 sparse
+    {"h200", 141 * 0x1p30, 4800e9, 989e12},         // H200 data sheet, SXM: 1,979 sparse
+    {"b200", 180 * 0x1p30, 8000e9, 2250e12},        // DGX B200 data sheet, an eighth: 4,500 sparse
+};
+// clang-format on
+enum { N_SIM_GPUS = sizeof sim_gpus / sizeof sim_gpus[0] };
 
-// Runs all requests (at most max_slots) to their end, to the time limit (seconds, for warm-ups) or
-// to Ctrl-C; false if cut short.
-static bool run_requests(Engine* e, const Workload* w, double time_limit, RunStats* stats) {
-  Planned planned[IN_FLIGHT];
-  memset(planned, 0, sizeof planned);
-  for (int i = 0; i < IN_FLIGHT; i++)
-    planned_init(&planned[i], w->step_tokens > w->n ? w->step_tokens : w->n, w->n);
-  stats->start = stats->end = now();
-  for (int i = 0; i < w->n; i++) {
-    Request* r = &w->requests[i];
-    r->slot = i;
-    r->arrival = stats->start;
-    r->n_given = r->n_prompt;
-    r->n_cached = r->n_ordered = r->n_new = 0;
-    r->done = r->ended = false;
-    engine_set_sampler(e, i, r->seed, r->temperature);
+// spec is what follows "sim:": a name of the table, or mem=8G,bw=256e9,rate=40e12 in any order. It
+// must outlive out, whose name it becomes. False: err says what is allowed.
+static bool find_sim_gpu(const char* spec, SimGpu* out, char* err) {
+  for (int i = 0; i < N_SIM_GPUS; i++) {
+    *out = sim_gpus[i];
+    if (strcasecmp(spec, out->name) == 0) return true;
   }
-  int submitted = 0, collected = 0, depth = w->stop_at_eos ? 1 : IN_FLIGHT;
-  double previous_end = stats->start;
-  bool cut = false, more = true;
-  while (more || collected < submitted) {
-    cut = cut || interrupted || now() - stats->start > time_limit;
-    Planned* p = &planned[submitted % IN_FLIGHT];
-    more = more && !cut && plan_step(e, w, p);
-    if (more) {
-      p->work = count_work(&e->w->config, &p->batch, e->device->api->kv_size);
-      engine_submit(e, &p->batch);
-      submitted++;
-    }
-    if (submitted - collected == depth || (!more && collected < submitted))
-      collect_step(e, w, &planned[collected++ % IN_FLIGHT], stats, &previous_end);
+  memset(out, 0, sizeof *out);
+  out->name = spec;
+  bool ok = true;
+  for (const char* at = spec; ok; at++) {
+    const char* key = at;
+    double* field = strncmp(key, "mem=", 4) == 0  ? &out->mem
+                    : strncmp(key, "bw=", 3) == 0 ? &out->bandwidth
+                                                  : &out->rate;
+    ok = *field == 0 && (field != &out->rate || strncmp(key, "rate=", 5) == 0);
+    if (!ok) break;
+    char* end;
+    at += strcspn(at, "=") + 1;
+    *field = strtod(at, &end);
+    ok = end > at && strspn(at, "0123456789.e+") >= (size_t)(end - at);  // no sign, hex or nan
+    if (field == &out->mem && (*end == 'M' || *end == 'G'))
+      *field *= *end++ == 'M' ? 0x1p20 : 0x1p30;
+    ok = ok && *field >= 1e6 && *field <= 1e18 && (*end == ',' || *end == '\0');
+    at = end;
+    if (*end == '\0') break;
   }
-  for (int i = 0; i < w->n; i++) {
-    Request* r = &w->requests[i];
-    if (r->n_new > 0)
-      r->time[0] =
-          stats->prefill_end;  // a fixed batch answers as one, when its last prompt has been read
-    blocks_release(&e->blocks, r->slot);
-  }
-  for (int i = 0; i < IN_FLIGHT; i++) planned_free(&planned[i]);
-  stats->busy += stats->end - stats->start;
-  return !cut;
+  if (ok && out->mem > 0 && out->bandwidth > 0 && out->rate > 0) return true;
+  int n =
+      snprintf(err, ERR_LEN, "--device sim:%.80s: allowed is mem=8G,bw=256e9,rate=40e12 or", spec);
+  for (int i = 0; i < N_SIM_GPUS; i++)
+    n += snprintf(err + n, (size_t)(ERR_LEN - n), " %s", sim_gpus[i].name);
+  return false;
 }
 
 // ---- The CPU as a device: a step is done when submit returns.
@@ -825,6 +1284,17 @@ static void cpu_collect(Engine* e, Step* s) {
   (void)s;
 }
 
+static double real_clock(Engine* e) {
+  (void)e;
+  return now();
+}
+
+static void real_wait(Engine* e, double until) {
+  double left = fmin(until - real_clock(e), 0.05);  // now and then, look for Ctrl-C
+  struct timespec t = {0, (long)(fmax(left, 0) * 1e9)};
+  nanosleep(&t, NULL);
+}
+
 static void cpu_copy_logits(Engine* e, int rows, float* out) {
   int vocab = e->w->config.vocab_size;
   for (int r = 0; r < rows; r++)
@@ -836,7 +1306,102 @@ static void cpu_copy_logits(Engine* e, int rows, float* out) {
 static const Backend cpu_backend = {
     cpu_open, cpu_probe_bandwidth, cpu_probe_rate, cpu_used, cpu_alloc, free, cpu_upload, PANEL, 1,
     sizeof(float), NULL, cpu_fill, cpu_engine_open, cpu_engine_close, cpu_submit, cpu_collect,
-    cpu_copy_logits};
+    real_clock, real_wait, cpu_copy_logits};
+// clang-format on
+
+// ---- A device on a virtual clock: no weights, no tokens worth reading, and a step takes as long
+// as the roofline says. Scheduler, sweep, memory and plots are the same, for a GPU and a model that
+// nobody here owns.
+
+static SimGpu sim_gpu;  // which one; chosen before the device is opened
+static size_t sim_bytes;
+
+static bool sim_open(Device* d, char* err) {
+  (void)err;
+  snprintf(d->name, sizeof d->name, "sim:%.200s", sim_gpu.name);
+  d->total = (size_t)sim_gpu.mem;
+  sim_bytes = 0;
+  return true;
+}
+
+static double sim_bandwidth(const Device* d) {
+  (void)d;
+  return sim_gpu.bandwidth;
+}
+
+static double sim_rate(const Device* d) {
+  (void)d;
+  return sim_gpu.rate;
+}
+
+static size_t sim_used(void) {
+  return sim_bytes;
+}
+
+static void* sim_alloc(size_t bytes) {  // only the size is real
+  size_t* p = (size_t*)malloc(sizeof *p);
+  if (!p) return NULL;
+  *p = bytes;
+  sim_bytes += bytes;
+  return p;
+}
+
+static void sim_free(void* p) {
+  sim_bytes -= *(size_t*)p;
+  free(p);
+}
+
+static void sim_upload(void* to, const void* from, size_t bytes) {
+  (void)to, (void)from, (void)bytes;
+}
+
+static bool sim_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
+  (void)m, (void)from, (void)map, (void)packed;
+  return true;
+}
+
+// What a step needs on the GPU: see gpu_work_alloc.
+static bool sim_engine_open(Engine* e) {
+  const Config* c = &e->w->config;
+  size_t per_token = 10 * (size_t)c->dim + 4 * (size_t)c->n_heads * c->head_dim + 2 * c->hidden_dim;
+  size_t bytes = e->size.max_tokens * per_token + 4 * (size_t)e->size.max_slots * c->vocab_size;
+  return device_alloc(e->device, MEM_WORK, bytes) != NULL;
+}
+
+static void sim_engine_close(Engine* e) {
+  (void)e;
+}
+
+static double sim_clock(Engine* e) {
+  return e->sim_now;
+}
+
+static void sim_wait(Engine* e, double until) {
+  e->sim_now = fmax(e->sim_now, until);
+}
+
+static void sim_submit(Engine* e, const Batch* b, Step* s) {
+  const Device* d = e->device;
+  Work w = count_work(&e->w->config, b, d->api->kv_size);
+  double seconds = fmax((w.weight_bytes + w.kv_bytes) / d->bandwidth, w.flops / d->rate);
+  e->sim_end = fmax(e->sim_end, e->sim_now) + seconds;
+  s->end = e->sim_end;
+  for (int r = 0; r < b->n_rows; r++) s->tokens[r] = 0;
+}
+
+static void sim_collect(Engine* e, Step* s) {
+  sim_wait(e, s->end);
+}
+
+static void sim_logits(Engine* e, int rows, float* out) {
+  memset(out, 0, (size_t)rows * e->w->config.vocab_size * sizeof *out);
+}
+
+// clang-format off
+static const Backend sim_backend = {
+    sim_open, sim_bandwidth, sim_rate, sim_used, sim_alloc, sim_free, sim_upload, 1, 1, sizeof(f16),
+    NULL, sim_fill, sim_engine_open, sim_engine_close, sim_submit, sim_collect, sim_clock, sim_wait,
+    sim_logits};
 // clang-format on
 
 #ifdef __CUDACC__
@@ -989,6 +1554,8 @@ static double at_percentile(Percentiles p, int percentile) {
 // target or the tail gives way, or the one where throughput stops paying (article 1, section 5).
 
 static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end"};  // StopRule
+static const char* const status_names[] = {"ok", "skipped", "oom"};                   // RowStatus
+static const char* const bound_names[] = {"memory (weights)", "memory (KV)", "compute", "overhead"};
 
 // How a quantity that went from x to y changed per doubling of the batch: 2 = it doubled too.
 static double per_doubling(double x, double y, const SweepRow* from, const SweepRow* to) {
@@ -1065,11 +1632,10 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
   return k;
 }
 
+#include "interop.h"
+
 // Files: sweep.csv with every row, config.json with the choice (article 1, section 6). Scripts rely
 // on the names in them: add, never rename.
-
-static const char* const status_names[] = {"ok", "skipped", "oom"};  // RowStatus
-static const char* const bound_names[] = {"memory (weights)", "memory (KV)", "compute", "overhead"};
 
 // Bytes of the UTF-8 character at s; 0 if a control or not UTF-8 (a byte-level model writes both).
 static int utf8_length(const unsigned char* s) {
@@ -1103,7 +1669,8 @@ static void put_json_string(FILE* f, const char* text) {
 }
 
 // Writes fields such as "'batch': %d, 'user_tok_s': %g, 'bound': %s": their names as a CSV header,
-// their values as a CSV row, or all as JSON. A number that is NaN or 0 is undefined and left out.
+// their values as a CSV row, or all as JSON. A number that is NaN is undefined and left out, and so
+// is a 0 of %d or %g; %i and %f write it.
 typedef enum { HEADER, CSV, JSON } Form;
 __attribute__((format(printf, 3, 4))) static void put(FILE* f, Form form, const char* fields, ...) {
   va_list args;
@@ -1116,8 +1683,9 @@ __attribute__((format(printf, 3, 4))) static void put(FILE* f, Form form, const 
       if (form == CSV) fprintf(f, strchr(text, ',') ? "\"%s\"" : "%s", text);
       if (form == JSON) put_json_string(f, text);
     } else if (kind != '\0') {
-      double value = kind == 'd' ? va_arg(args, int) : va_arg(args, double);
-      bool defined = isfinite(value) && value != 0;
+      bool whole = kind == 'd' || kind == 'i', zero = kind == 'i' || kind == 'f';
+      double value = whole ? va_arg(args, int) : va_arg(args, double);
+      bool defined = isfinite(value) && (value != 0 || zero);
       if (form != HEADER && defined) fprintf(f, "%.9g", value);
       if (form == JSON && !defined) fputs("null", f);
     } else if (form == JSON || *fields == ',' || (form == HEADER && in_name && *fields != '\'')) {
@@ -1165,6 +1733,11 @@ static bool result_open(ResultFile* r, const char* dir, const char* name, char* 
   return r->f || say(err, ERR_LEN, "%.300s: cannot write: %s", r->tmp, strerror(errno));
 }
 
+static void result_drop(ResultFile* r) {
+  fclose(r->f);
+  remove(r->tmp);
+}
+
 static bool result_close(ResultFile* r, char* err) {
   bool written = !ferror(r->f);  // no earlier row failed
   if (fclose(r->f) == 0 && written && rename(r->tmp, r->path) == 0) return true;
@@ -1185,8 +1758,8 @@ static bool write_config_json(const char* dir, const SweepReport* s, const char*
   int input = s->rows->input_len;  // the same in every row
   int output = s->rows->output_len;
   int context = input + output;
-  int step = step_tokens > b ? step_tokens : b;  // each running sequence needs a token in a step
-  double budget = (double)b * context;
+  int step = step_tokens > 0 && step_tokens < b ? b : step_tokens;  // a token for each sequence
+  double budget = input > 0 && output > 0 ? (double)b * context : NAN;
   double timeout = ceil(3 * r->e2e.p99 / 1000);  // s; what takes longer is stuck
   char date[32];
   time_t now = time(NULL);
@@ -1200,23 +1773,13 @@ static bool write_config_json(const char* dir, const SweepReport* s, const char*
       "'oom_policy': ['lower the dynamic batch', 'shorten the output', 'queue',"
       " 'never retry as is'],\n"
       "'fingerprint': {\n'model': %s,\n'dtype': %s,\n'device': %s,\n'input_len': %d,\n"
-      "'output_len': %d,\n'date': %s\n},\n'measured': {\n",
+      "'output_len': %d,\n'date': %s,\n'source': %s\n},\n'measured': {\n",
       b, start->batch, stop_names[k->rule], k->why, second->batch, input, output, b, budget,
       timeout, rules->watermark_pct, rules->percentile, rules->slo_ttft_ms, rules->slo_tpot_ms,
-      s->model, dtype, s->device, input, output, date);
+      s->model, dtype, s->device, input, output, date, s->simulated ? "simulated" : "measured");
   if (b > 0) put_sweep_row(file.f, JSON, r);
   put(file.f, JSON, "},\n'engine_flags': {\n");
-  // The same as options of the servers that readers will use, so that the result outlives bs.
-  const char* flags =
-      "'vllm': '--max-num-seqs %d --max-num-batched-tokens %d --max-model-len %d"
-      " --gpu-memory-utilization %g',\n"
-      "'sglang': '--max-running-requests %d --chunked-prefill-size %d --context-length %d',\n"
-      "'tensorrt_llm': '--max_batch_size %d --max_num_tokens %d --max_seq_len %d',\n"
-      "'llama_cpp': '--parallel %d --batch-size %d --ctx-size %g'\n";
-  if (b > 0) {
-    put(file.f, JSON, flags, b, step, context, rules->watermark_pct / 100, b, step, context, b,
-        step, context, b, step, budget);
-  }
+  for (int i = 0; i < N_SERVERS && b > 0; i++) put_server_flags(file.f, &servers[i], s, step);
   put(file.f, JSON, "}\n}\n");
   return result_close(&file, err);
 }
@@ -1265,27 +1828,222 @@ static void print_knee(FILE* f, const SweepReport* s) {
   fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence.\n");
 }
 
+// ---- A stream of requests: lengths and arrivals, drawn or from a trace.
+
+typedef enum { DIST_NONE, DIST_FIXED, DIST_UNIFORM, DIST_LOGNORMAL, DIST_EXP } DistKind;
+typedef struct {
+  DistKind kind;
+  double a, b;  // the length; lowest and highest; mean and sigma; mean
+  double cap;   // longer ones are cut to this; 0 = none
+} Dist;
+
+enum { MOST_TOKENS = 1000000 };  // of one prompt or output
+
+// "128", "uniform:32-512", "lognormal:128,1.0", "exp:128", each with an optional "@cap".
+static bool parse_dist(const char* text, Dist* d) {
+  static const char* const names[] = {"", "", "uniform:", "lognormal:", "exp:"};
+  char* end = (char*)text;
+  memset(d, 0, sizeof *d);
+  for (int kind = DIST_EXP; d->kind == DIST_NONE; kind--)
+    if (strncmp(text, names[kind], strlen(names[kind])) == 0) d->kind = (DistKind)kind;
+  end += strlen(names[d->kind]);
+  if (strspn(end, "0123456789.,-@") != strlen(end) || !isdigit((unsigned char)*end)) return false;
+  d->a = strtod(end, &end);
+  if (d->kind == DIST_UNIFORM || d->kind == DIST_LOGNORMAL) {
+    if (*end != (d->kind == DIST_UNIFORM ? '-' : ',')) return false;
+    if (!isdigit((unsigned char)end[1])) return false;
+    d->b = strtod(end + 1, &end);
+  }
+  if (*end == '@') {
+    if (!isdigit((unsigned char)end[1])) return false;
+    d->cap = strtod(end + 1, &end);
+    if (!(d->cap >= 1 && d->cap <= MOST_TOKENS)) return false;
+  }
+  bool whole = d->kind != DIST_FIXED || (d->a == floor(d->a) && d->cap == 0);
+  bool order = d->kind != DIST_UNIFORM || (d->a <= d->b && d->b <= MOST_TOKENS);
+  return *end == '\0' && whole && order && d->a >= 1 && d->a <= MOST_TOKENS &&
+         (d->kind != DIST_LOGNORMAL || d->b <= 5);
+}
+
+// Uniform in (0, 1); a sequence per seed.
+static double next_uniform(uint32_t* state) {
+  return ((hash32((*state)++) >> 8) + 0.5) / 16777216.0;
+}
+
+static double next_normal(uint32_t* state) {  // Box and Muller
+  double u = next_uniform(state);
+  return sqrt(-2 * log(u)) * cos(2 * 3.14159265358979323846 * next_uniform(state));
+}
+
+// Gamma of this shape and mean 1 (Marsaglia and Tsang 2000). Shape 1 is exponential: Poisson
+// arrivals.
+static double next_gamma(uint32_t* state, double shape) {
+  double boost = shape < 1 ? pow(next_uniform(state), 1 / shape) : 1;
+  double d = (shape < 1 ? shape + 1 : shape) - 1.0 / 3, c = 1 / sqrt(9 * d), x, v;
+  do {
+    x = next_normal(state);
+    v = (1 + c * x) * (1 + c * x) * (1 + c * x);
+  } while (v <= 0 || log(next_uniform(state)) >= 0.5 * x * x + d - d * v + d * log(v));
+  return d * v * boost / shape;
+}
+
+static int draw_length(const Dist* d, uint32_t* state) {
+  double x = d->a;
+  if (d->kind == DIST_UNIFORM) x = d->a + floor((d->b - d->a + 1) * next_uniform(state));
+  if (d->kind == DIST_EXP) x = -d->a * log(next_uniform(state));
+  if (d->kind == DIST_LOGNORMAL) x = d->a * exp(d->b * next_normal(state) - d->b * d->b / 2);
+  return (int)fmin(fmax(round(x), 1), d->cap > 0 ? d->cap : MOST_TOKENS);
+}
+
+typedef struct {
+  double arrival;
+  int prompt, output, line;
+} TraceRow;
+
+static int compare_trace_rows(const void* a, const void* b) {
+  const TraceRow *x = (const TraceRow*)a, *y = (const TraceRow*)b;
+  return x->arrival != y->arrival ? (x->arrival > y->arrival) - (x->arrival < y->arrival)
+                                  : x->line - y->line;
+}
+
+// Seconds of "2023-11-16 18:15:46.68" or of a plain number; NaN = neither.
+static double parse_time(const char* text) {
+  int year, month, day, hour, minute, used = 0;
+  double second;
+  if (sscanf(text, "%4d-%2d-%2d%*[ T]%2d:%2d:%lf%n", &year, &month, &day, &hour, &minute, &second,
+             &used) == 6) {
+    int y = month > 2 ? year : year - 1, m = month > 2 ? month - 3 : month + 9;  // from March on
+    double days = 365.0 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day;
+    bool fine = month >= 1 && month <= 12 && day >= 1 && day <= 31 && second >= 0 && second < 61;
+    return fine ? ((days * 24 + hour) * 60 + minute) * 60 + second : NAN;
+  }
+  char* end;
+  second = strtod(text, &end);
+  return end > text && end[strspn(end, " ")] == '\0' && isfinite(second) ? second : NAN;
+}
+
+// The columns of a trace; which = their places in the header, -1 = not there.
+static bool trace_columns(char* header, int which[3]) {
+  static const char* const names[2][3] = {{"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
+                                          {"arrival_s", "prompt_tokens", "output_tokens"}};
+  which[0] = which[1] = which[2] = -1;
+  char* rest = header;
+  for (int column = 0; rest != NULL; column++) {
+    char* name = rest;
+    rest = strchr(name, ',');
+    if (rest) *rest++ = '\0';
+    for (int i = 0; i < 6; i++)
+      if (strcmp(name, names[i / 3][i % 3]) == 0) which[i % 3] = column;
+  }
+  return which[0] >= 0 && which[1] >= 0 && which[2] >= 0;
+}
+
+// One line of a trace: the time, then whole numbers of tokens. False: not that.
+static bool trace_line(char* line, const int which[3], TraceRow* row) {
+  double value[3] = {NAN, NAN, NAN};
+  char* rest = line;
+  for (int column = 0; rest != NULL; column++) {
+    char* cell = rest;
+    rest = strchr(cell, ',');
+    if (rest) *rest++ = '\0';
+    for (int i = 0; i < 3; i++)
+      if (which[i] == column) value[i] = parse_time(cell);  // counts are plain numbers
+  }
+  row->arrival = value[0];
+  bool fine = !isnan(value[0]);
+  for (int i = 1; i < 3; i++)
+    fine = fine && value[i] >= 1 && value[i] <= MOST_TOKENS && value[i] == floor(value[i]);
+  row->prompt = fine ? (int)value[1] : 0;
+  row->output = fine ? (int)value[2] : 0;
+  return fine;
+}
+
+// At most `most` rows (0 = all) by arrival, the first one at 0. NULL: err says why.
+static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
+  enum { MOST_ROWS = 10000000 };
+  FILE* f = fopen(path, "r");
+  char* line = NULL;
+  size_t cap = 0, cap_rows = 0;
+  TraceRow* rows = NULL;
+  int which[3] = {-1, -1, -1}, number = 0;
+  ssize_t length;
+  bool ok = f != NULL || file_error(err, path, "cannot read: %s", strerror(errno));
+  *n = 0;
+  while (ok && (most == 0 || *n < most) && (length = getline(&line, &cap, f)) >= 0) {
+    while (length > 0 && strchr("\r\n", line[length - 1])) line[--length] = '\0';
+    number++;
+    if (number == 1 && !trace_columns(line, which))
+      ok = file_error(err, path,
+                      "line 1: needs the columns TIMESTAMP,ContextTokens,GeneratedTokens or "
+                      "arrival_s,prompt_tokens,output_tokens");
+    if (number == 1 || length == 0 || !ok) continue;
+    if ((size_t)*n == cap_rows) {
+      cap_rows = cap_rows ? 2 * cap_rows : 1024;
+      rows = (TraceRow*)realloc(rows, cap_rows * sizeof *rows);
+      if (!rows) die("out of host memory");
+    }
+    TraceRow* row = &rows[*n];
+    row->line = number;
+    ok = trace_line(line, which, row) && *n < MOST_ROWS;
+    if (!ok)
+      file_error(err, path, "line %d: needs a time and two token counts from 1 to %d", number,
+                 MOST_TOKENS);
+    ++*n;
+  }
+  if (ok && ferror(f)) ok = file_error(err, path, "cannot read: %s", strerror(errno));
+  if (ok && *n == 0) ok = file_error(err, path, "no request in it");
+  if (f) fclose(f);
+  free(line);
+  if (ok) qsort(rows, (size_t)*n, sizeof *rows, compare_trace_rows);
+  for (int i = *n - 1; i >= 0 && ok; i--) rows[i].arrival -= rows[0].arrival;
+  if (ok) return rows;
+  free(rows);
+  return NULL;
+}
+
 // Options: one table gives the parser, the defaults and --help, so that they cannot disagree. What
 // may vary between runs, and what is held fixed, is article 1, section 3.
 
 // A command is bit i of an option's `commands`, i its place in this list.
-static const char command_names[] = "sweep|generate";
-enum { CMD_SWEEP = 1, CMD_GENERATE = 2, CMD_ALL = 3, MAX_BATCHES = 32, MAX_PROMPTS = 256 };
+static const char command_names[] = "sweep|compare|generate|plan|knee";
+enum {
+  CMD_SWEEP = 1,
+  CMD_COMPARE = 2,
+  CMD_GENERATE = 4,
+  CMD_PLAN = 8,
+  CMD_KNEE = 16,
+  CMD_ALL = 31
+};
+enum {
+  CMD_RUN = 7,
+  CMD_CURVE = CMD_SWEEP | CMD_PLAN | CMD_KNEE,
+  CMD_REPORT = CMD_CURVE | CMD_COMPARE
+};
+enum { MAX_BATCHES = 32, MAX_PROMPTS = 256 };
 
 typedef struct {
   int command;
   const char *command_name, *device, *model, *matmul, *percentile, *prompts_file, *out;
   const char* prompts[MAX_PROMPTS];
-  int n_prompts, n_batches, batches[MAX_BATCHES];   // batches ascend
-  int input_len, output_len, repeats, step_tokens;  // 0, as model "": chosen for the device
+  int n_prompts, n_batches, batches[MAX_BATCHES];  // batches ascend
+  int n_kv_heads, kv_heads[MAX_BATCHES];           // plan: what if there were so many
+  const char *kv, *file;                           // plan; knee
+  int cards;                                       // plan; 0: as few as hold the model
+  bool percentile_given;
+  Dist input, output;                               // of DIST_NONE, as
+  int input_len, output_len, repeats, step_tokens;  // 0 or model "": chosen for the device
   int seed;
   uint64_t vram;  // bytes; 0: all there is
   double temperature;
   KneeRules rules;
   bool json, quiet, help, version;
+  const char *trace, *policy, *input_text, *output_text;
+  int policies;  // bit i: Policy i
+  int n_requests, max_batch, max_input_len, max_new_tokens, max_total_tokens, kv_tokens;
+  double rate, burstiness, timeout_s, batch_wait_s, kv_watermark_pct;
 } Options;
 
-typedef enum { INT, REAL, SIZE, LIST, PROMPT, TEXT, CHOICE, FLAG, HEADING } OptionType;
+typedef enum { INT, REAL, SIZE, LIST, PROMPT, TEXT, CHOICE, FLAG, HEADING, LENGTH } OptionType;
 typedef struct {
   const char *name, *arg, *def;  // def is parsed like a given value; "": the field stays zero
   OptionType type;
@@ -1297,38 +2055,77 @@ typedef struct {
 
 #define AT(field) offsetof(Options, field)
 static const Option option_table[] = {
-    {"\nMachine", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--device", "auto|cuda|cpu", "auto", CHOICE, AT(device), 0, 0, CMD_ALL, "auto: a GPU if any"},
+    {"\nMachine", "", "", HEADING, 0, 0, 0, CMD_RUN | CMD_PLAN, ""},
+    {"--device", "auto|cuda|cpu|sim:GPU", "auto", TEXT, AT(device), 0, 0, CMD_RUN | CMD_PLAN,
+     "auto: a GPU if any; sim:h100, ...: a virtual clock (sim:? lists them)"},
     {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL, "(default: fits the device)"},
-    {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_ALL, "GPU kernel"},
-    {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_ALL,
+    {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_RUN, "GPU kernel"},
+    {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_RUN | CMD_PLAN,
      "pretend memory is smaller"},
+    {"--gpus", "N", "", INT, AT(cards), 1, 1024, CMD_PLAN,
+     "as ideal tensor parallelism (default: the fewest that hold it)"},
     {"\nWorkload", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--batches", "1,2,4,...", "", LIST, 0, 1, 32768, CMD_SWEEP, "batch sizes to measure"},
-    {"--input-len", "N", "", INT, AT(input_len), 1, 1e6, CMD_SWEEP,
-     "prompt tokens of a request (CPU 32, GPU 128)"},
-    {"--output-len", "N", "", INT, AT(output_len), 1, 1e6, CMD_ALL,
-     "new tokens (CPU 32, GPU 128; generate 512)"},
+    {"--batches", "1,2,4,...", "", LIST, AT(n_batches), 1, 32768, CMD_SWEEP | CMD_PLAN,
+     "batch sizes to measure"},
+    {"--input-len", "N|DIST", "", LENGTH, AT(input), 1, MOST_TOKENS, CMD_REPORT,
+     "prompt tokens (CPU 32, GPU 128; compare: lognormal around it)"},
+    {"--output-len", "N|DIST", "", LENGTH, AT(output), 1, MOST_TOKENS, CMD_ALL,
+     "new tokens (CPU 32, GPU 128; compare: exp of it; generate 512)"},
     {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
     {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
      "most prompt tokens in a step (CPU 256, GPU 4096)"},
-    {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_ALL, "of random weights, prompts, sampling"},
-    {"\nRecommendation", "", "", HEADING, 0, 0, 0, CMD_SWEEP, ""},
-    {"--slo-ttft", "MS", "", REAL, AT(rules.slo_ttft_ms), 0.001, 1e9, CMD_SWEEP, "longest TTFT"},
-    {"--slo-tpot", "MS", "", REAL, AT(rules.slo_tpot_ms), 0.001, 1e9, CMD_SWEEP, "longest TPOT"},
-    {"--percentile", "50|95|99", "95", CHOICE, AT(percentile), 0, 0, CMD_SWEEP, "judges latency"},
-    {"--min-gain", "PCT", "10", REAL, AT(rules.min_gain_pct), 0.1, 100, CMD_SWEEP,
+    {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_RUN, "of random weights, prompts, sampling"},
+    {"\nWhat if", "", "", HEADING, 0, 0, 0, CMD_PLAN, ""},
+    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_PLAN, "numbers in the KV cache"},
+    {"--kv-heads", "1,8,...", "", LIST, AT(n_kv_heads), 1, 1024, CMD_PLAN,
+     "key/value heads: MQA, GQA, MHA; several are compared"},
+    {"\nRequests (DIST: uniform:32-512, lognormal:128,1.0, exp:128, each with @longest)", "", "",
+     HEADING, 0, 0, 0, CMD_COMPARE, ""},
+    {"--requests", "N", "", INT, AT(n_requests), 1, 1e6, CMD_COMPARE,
+     "how many (CPU 64, GPU 256; a trace: all)"},
+    {"--rate", "R|inf", "inf", REAL, AT(rate), 1e-6, 1e9, CMD_COMPARE,
+     "arrivals per second; inf: all at once, a trace as recorded"},
+    {"--burstiness", "X", "1", REAL, AT(burstiness), 0.01, 100, CMD_COMPARE,
+     "shape of the gamma gaps: 1 Poisson, less is burstier"},
+    {"--trace", "FILE", "", TEXT, AT(trace), 0, 0, CMD_COMPARE,
+     "TIMESTAMP,ContextTokens,GeneratedTokens or arrival_s,prompt_tokens,output_tokens"},
+    {"\nScheduler", "", "", HEADING, 0, 0, 0, CMD_COMPARE, ""},
+    {"--policy", "LIST", "static,bucketed,continuous", TEXT, AT(policy), 0, 0, CMD_COMPARE,
+     "which"},
+    {"--max-batch", "N", "", INT, AT(max_batch), 1, 32768, CMD_COMPARE,
+     "sequences at once (CPU 8, GPU 32)"},
+    {"--max-input-len", "N", "", INT, AT(max_input_len), 1, 1e6, CMD_COMPARE,
+     "longer prompts are rejected"},
+    {"--max-new-tokens", "N", "", INT, AT(max_new_tokens), 1, 1e6, CMD_COMPARE,
+     "longer outputs are rejected"},
+    {"--max-total-tokens", "N", "", INT, AT(max_total_tokens), 1, 1e9, CMD_COMPARE,
+     "prompts and outputs of all that run"},
+    {"--kv-tokens", "N", "", INT, AT(kv_tokens), 16, 1e9, CMD_COMPARE,
+     "pretend the KV pool is smaller"},
+    {"--kv-watermark", "PCT", "1", REAL, AT(kv_watermark_pct), 0.01, 90, CMD_COMPARE,
+     "share of the pool kept free when one is admitted"},
+    {"--batch-wait", "S", "0.5", REAL, AT(batch_wait_s), 0.001, 1e6, CMD_COMPARE,
+     "static: how long an incomplete batch waits"},
+    {"--timeout", "S", "", REAL, AT(timeout_s), 0.001, 1e6, CMD_COMPARE,
+     "drop what is not done this long after its arrival"},
+    {"\nRecommendation", "", "", HEADING, 0, 0, 0, CMD_REPORT, ""},
+    {"--slo-ttft", "MS", "", REAL, AT(rules.slo_ttft_ms), 0.001, 1e9, CMD_REPORT, "longest TTFT"},
+    {"--slo-tpot", "MS", "", REAL, AT(rules.slo_tpot_ms), 0.001, 1e9, CMD_REPORT, "longest TPOT"},
+    {"--percentile", "50|95|99", "95", CHOICE, AT(percentile), 0, 0, CMD_REPORT, "judges latency"},
+    {"--min-gain", "PCT", "10", REAL, AT(rules.min_gain_pct), 0.1, 100, CMD_CURVE,
      "less throughput gained per doubling of the batch is a plateau"},
-    {"--watermark", "PCT", "90", REAL, AT(rules.watermark_pct), 1, 100, CMD_SWEEP,
+    {"--watermark", "PCT", "90", REAL, AT(rules.watermark_pct), 1, 100, CMD_CURVE,
      "share of the memory that may be used"},
-    {"\nText", "", "", HEADING, 0, 0, 0, CMD_GENERATE, ""},
+    {"\nText", "", "", HEADING, 0, 0, 0, CMD_COMPARE | CMD_GENERATE, ""},
     {"--prompt", "TEXT", "", PROMPT, 0, 1, MAX_PROMPTS, CMD_GENERATE,
      "text to continue; repeatable"},
-    {"--prompts", "FILE", "", TEXT, AT(prompts_file), 0, 0, CMD_GENERATE, "prompts, one a line"},
-    {"--temperature", "X", "0", REAL, AT(temperature), 0, 10, CMD_GENERATE, "0: likeliest token"},
+    {"--prompts", "FILE", "", TEXT, AT(prompts_file), 0, 0, CMD_COMPARE | CMD_GENERATE,
+     "prompts, one a line"},
+    {"--temperature", "X", "", REAL, AT(temperature), 0, 10, CMD_COMPARE | CMD_GENERATE,
+     "0: likeliest token (generate 0, compare 1)"},
     {"--json", "", "", FLAG, AT(json), 0, 0, CMD_GENERATE, "an object per prompt"},
     {"\nOutput", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--out", "DIR", "plots", TEXT, AT(out), 0, 0, CMD_SWEEP, "for CSV, JSON, PNG"},
+    {"--out", "DIR", "plots", TEXT, AT(out), 0, 0, CMD_REPORT, "for CSV, JSON, PNG"},
     {"--quiet", "", "", FLAG, AT(quiet), 0, 0, CMD_ALL, "no progress line"},
     {"--help", "", "", FLAG, AT(help), 0, 0, CMD_ALL, "this text"},
     {"--version", "", "", FLAG, AT(version), 0, 0, CMD_ALL, "the version"},
@@ -1340,7 +2137,10 @@ static void print_help(FILE* f, int commands) {
   fputs(
       "bs measures how batch size trades memory and latency for throughput in LLM inference.\n\n"
       "bs [sweep]   measure batch 1,2,4,...: the curve, its knee, a config\n"
+      "bs compare   one stream of requests through static, bucketed, continuous batching\n"
       "bs generate  continue prompts, all of them in one batch\n"
+      "bs plan      the arithmetic and the predicted curve for a GPU that is not here\n"
+      "bs knee FILE the working point of measurements: our CSV, vLLM's, llama-batched-bench's\n"
       "bs COMMAND --help lists only what it uses; --option=VALUE works too.\n",
       f);
   for (const Option* opt = option_table; opt < option_table + N_OPTIONS; opt++) {
@@ -1391,8 +2191,12 @@ static bool set_option(Options* o, const Option* opt, const char* text, char* er
   void* field = (char*)o + opt->offset;
   double values[MAX_BATCHES];
   int n = opt->type <= LIST ? parse_numbers(text, opt, values) : 0;
-  bool ok = opt->type > LIST || n > 0;
+  bool inf = opt->type == REAL && strstr(opt->arg, "|inf") && strcmp(text, "inf") == 0;
+  bool ok = opt->type > LIST || n > 0 || inf;
   if (opt->type == CHOICE) ok = choice_index(opt->arg, text) >= 0;
+  if (opt->type == LENGTH) ok = parse_dist(text, (Dist*)field);
+  if (opt->type == LENGTH && ok)
+    *(opt->offset == offsetof(Options, input) ? &o->input_text : &o->output_text) = text;
   if (opt->type == TEXT) ok = *text != '\0';
   if (opt->type == PROMPT) ok = *text != '\0' && o->n_prompts < MAX_PROMPTS;
   if (!ok && (opt->type == TEXT || opt->type == PROMPT)) {
@@ -1406,13 +2210,54 @@ static bool set_option(Options* o, const Option* opt, const char* text, char* er
     return say(err, ERR_LEN, "%s '%.80s': allowed is %s%s", opt->name, text, opt->arg, range);
   }
   if (opt->type == INT) *(int*)field = (int)values[0];
-  if (opt->type == REAL) *(double*)field = values[0];
+  if (opt->type == REAL) *(double*)field = inf ? 0 : values[0];
   if (opt->type == SIZE) *(uint64_t*)field = (uint64_t)values[0];
-  if (opt->type == LIST) o->n_batches = n;
-  for (int i = 0; i < n && opt->type == LIST; i++) o->batches[i] = (int)values[i];
+  if (opt->type == LIST) *(int*)field = n;  // the numbers follow
+  for (int i = 0; i < n && opt->type == LIST; i++) ((int*)field)[i + 1] = (int)values[i];
   if (opt->type == FLAG) *(bool*)field = true;
   if (opt->type == TEXT || opt->type == CHOICE) *(const char**)field = text;
   if (opt->type == PROMPT) o->prompts[o->n_prompts++] = text;
+  return true;
+}
+
+// Options that must agree with each other. False: err names them.
+static bool check_options(Options* o, char* err) {
+  char text[64];
+  bool lengths =
+      o->command == CMD_COMPARE || (o->input.kind <= DIST_FIXED && o->output.kind <= DIST_FIXED);
+  if (!lengths)
+    return say(err, ERR_LEN, "--input-len and --output-len are numbers for bs %s", o->command_name);
+  o->input_len = (int)o->input.a;
+  o->output_len = (int)o->output.a;
+  snprintf(text, sizeof text, "%s", o->policy);
+  for (char *name = text, *rest; name != NULL; name = rest) {
+    if ((rest = strchr(name, ',')) != NULL) *rest++ = '\0';
+    int policy = choice_index("static|bucketed|continuous", name);
+    if (policy < 0 || o->policies & 1 << policy)
+      return say(err, ERR_LEN,
+                 "--policy '%.80s': allowed are static,bucketed,continuous, each once", o->policy);
+    o->policies |= 1 << policy;
+  }
+  bool sim = strncmp(o->device, "sim:", 4) == 0;
+  if (o->command == CMD_KNEE && !o->file) return say(err, ERR_LEN, "bs knee needs a FILE");
+  if (o->command == CMD_PLAN && !sim)
+    return say(err, ERR_LEN, "bs plan needs a GPU to plan for: --device sim:h100 or another");
+  if (sim && !find_sim_gpu(o->device + 4, &sim_gpu, err)) return false;
+  if (!sim && choice_index("auto|cuda|cpu", o->device) < 0)
+    return say(err, ERR_LEN, "--device '%.80s': allowed is auto|cuda|cpu|sim:GPU", o->device);
+  if (sim && o->command == CMD_GENERATE)
+    return say(err, ERR_LEN, "bs generate needs a device that computes: %s does not", o->device);
+  if (o->max_batch > 0 && o->step_tokens > 0 && o->max_batch > o->step_tokens)
+    return say(err, ERR_LEN,
+               "--max-batch %d needs --step-tokens of as many: everyone decodes in a step",
+               o->max_batch);
+  if (strcmp(o->device, "cpu") == 0 && strcmp(o->matmul, "auto") != 0) {
+    return say(err, ERR_LEN, "--matmul %s needs a GPU: --device %s allows auto", o->matmul,
+               o->device);
+  }
+  if (o->command == CMD_GENERATE && (o->n_prompts > 0) == (o->prompts_file != NULL)) {
+    return say(err, ERR_LEN, "bs generate needs either --prompt TEXT or --prompts FILE");
+  }
   return true;
 }
 
@@ -1422,6 +2267,7 @@ static bool parse_options(int argc, char** argv, Options* o, char* err) {
   bool named = argc > 1 && argv[1][0] != '-';
   memset(o, 0, sizeof *o);
   o->model = "";
+  o->temperature = NAN;
   o->command_name = named ? argv[1] : "sweep";
   int command = choice_index(command_names, o->command_name);
   if (command < 0) return say(err, ERR_LEN, "bs %.80s: allowed is %s", argv[1], command_names);
@@ -1431,6 +2277,10 @@ static bool parse_options(int argc, char** argv, Options* o, char* err) {
   }
   for (int i = named ? 2 : 1; i < argc; i++) {
     char* name = argv[i];
+    if (1 << command == CMD_KNEE && name[0] != '-' && !o->file) {
+      o->file = name;
+      continue;
+    }
     char* value = strchr(name, '=');
     if (value) *value++ = '\0';
     int at = 0;
@@ -1442,6 +2292,7 @@ static bool parse_options(int argc, char** argv, Options* o, char* err) {
     if (flag == (value != NULL)) return say(err, ERR_LEN, "write it as %s %s", name, opt->arg);
     if (seen[at] && opt->type != PROMPT) return say(err, ERR_LEN, "%s is given twice", name);
     seen[at] = true;
+    if (strcmp(name, "--percentile") == 0) o->percentile_given = true;
     if (!set_option(o, opt, value, err)) return false;
     bool applies = opt->commands & 1 << command;
     if (!applies) return say(err, ERR_LEN, "%s is not for bs %s", name, o->command_name);
@@ -1449,21 +2300,16 @@ static bool parse_options(int argc, char** argv, Options* o, char* err) {
   o->rules.percentile = atoi(o->percentile);
   o->command = named || !o->help ? 1 << command : 0;
   if (o->help || o->version) return true;
-  if (strcmp(o->device, "cpu") == 0 && strcmp(o->matmul, "auto") != 0) {
-    return say(err, ERR_LEN, "--matmul %s needs a GPU: --device cpu allows auto", o->matmul);
-  }
-  if (o->command == CMD_GENERATE && (o->n_prompts > 0) == (o->prompts_file != NULL)) {
-    return say(err, ERR_LEN, "bs generate needs either --prompt TEXT or --prompts FILE");
-  }
-  return true;
+  return check_options(o, err);
 }
+
 // ---- The sweep: one row per batch size, everything else held fixed (article 1, sections 3 and 5).
 
 typedef struct {
   Device device;
   Model model;
   Weights weights;
-  double load_start;  // seconds on now()'s clock
+  double load_seconds;  // that the files took; the device's part comes on top
 } Session;
 
 static void on_interrupt(int signal_number) {
@@ -1502,10 +2348,11 @@ typedef struct {  // latencies of all requests of a row, in ms
   int n, n_tpot, n_itl;
 } Samples;
 
-static void add_samples(Samples* s, const Request* r) {
-  double first = r->time[0], last = r->time[r->n_new - 1];
-  s->ttft[s->n] = 1e3 * (first - r->arrival);
-  s->e2e[s->n++] = 1e3 * (last - r->arrival);
+// start: of the run.
+static void add_samples(Samples* s, const Request* r, double start) {
+  double first = r->time[0], last = r->time[r->n_new - 1], arrival = start + r->arrival;
+  s->ttft[s->n] = 1e3 * (first - arrival);
+  s->e2e[s->n++] = 1e3 * (last - arrival);
   if (r->n_new > 1) s->tpot[s->n_tpot++] = 1e3 * (last - first) / (r->n_new - 1);
   for (int i = 1; i < r->n_new; i++) s->itl[s->n_itl++] = 1e3 * (r->time[i] - r->time[i - 1]);
 }
@@ -1547,14 +2394,6 @@ static void fill_speed(SweepRow* row, const Device* d, const StepTotals* prefill
   row->bound = find_bound(d, decode);
 }
 
-static void progress(const Options* o, int batch, int done, int of, double start) {
-  if (o->quiet || !isatty(2)) return;
-  double left = done ? (now() - start) * (of - done) / done : 0;
-  fprintf(stderr, "\rB=%-5d run %d of %d, about %.0f s left for this batch \033[K", batch, done, of,
-          left);
-  if (done == of) fprintf(stderr, "\r\033[K");
-}
-
 // Measures one batch size. False: interrupted before the row was complete.
 static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   const Config* c = &s->weights.config;
@@ -1568,22 +2407,29 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
     snprintf(row->reason, sizeof row->reason, "%.159s", err);
     return true;
   }
-  Workload w = {(Request*)xcalloc(batch, sizeof(Request)), batch, size.max_tokens, false};
+  Limits limits = {batch, size.max_tokens, 0, 0, 0, 0, 0, 0};
+  Workload w = {
+      (Request*)xcalloc(batch, sizeof(Request)), batch, POLICY_STATIC, limits, false, NULL};
   for (int i = 0; i < batch; i++) make_request(&w.requests[i], c, in, out, (uint32_t)o->seed, i);
   size_t n = (size_t)batch * repeats;
   double* ms = (double*)xcalloc(n * (out + 3), sizeof *ms);
   Samples all = {ms, ms + n, ms + 3 * n, ms + 2 * n, 0, 0, 0};
+  char label[64];
+  snprintf(label, sizeof label, "batch %d: runs", batch);
   double start = now();
-  RunStats stats = {{0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0}, 0, 0, 0, 0};
+  RunStats stats;
+  memset(&stats, 0, sizeof stats);
   run_requests(&e, &w, 0.5, &stats);  // warm-up, never counted
+  free(stats.spans);
   memset(&stats, 0, sizeof stats);
   bool whole = !interrupted;
   for (int run = 0; run < repeats && whole; run++) {
-    progress(o, batch, run, repeats, start);
+    progress(o->quiet ? NULL : label, run, repeats, start);
     whole = run_requests(&e, &w, INFINITY, &stats);
-    for (int i = 0; i < batch && whole; i++) add_samples(&all, &w.requests[i]);
+    for (int i = 0; i < batch && whole; i++) add_samples(&all, &w.requests[i], stats.start);
   }
-  progress(o, batch, repeats, repeats, start);
+  free(stats.spans);
+  progress(o->quiet ? NULL : label, repeats, repeats, start);
   row->output_tok_s = (double)n * out / stats.busy;
   row->ttft = percentiles_of(all.ttft, all.n);
   row->tpot = percentiles_of(all.tpot, all.n_tpot);
@@ -1598,6 +2444,167 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   engine_close(&e);
   return whole;
 }
+// ---- The plan: the same arithmetic for a GPU that is not here and a model that was not loaded
+// (article 2, section 4.4). Times are the roofline's: what no program can beat, and what a good one
+// comes near to where a step is long.
+
+typedef struct {
+  Config config;
+  Device device;      // name, limit and ceilings of all cards together: ideal tensor parallelism
+  int cards, fewest;  // in use; that hold the model and one request
+  bool fp8_kv;
+  int input_len, output_len, step_tokens;
+  double watermark_pct;
+} Plan;
+
+// fp8: a byte per number, and for each token, layer and head a scale of two bytes for K and for V.
+static double plan_kv_bytes(const Plan* p) {
+  const Config* c = &p->config;
+  double fp8_bytes = 2.0 * c->n_layers * c->n_kv_heads * (c->head_dim + 2);
+  return p->fp8_kv ? fp8_bytes : (double)kv_bytes_per_token(c, 2);
+}
+
+// Counts a step: a token for each of n sequences at their mean context, or a prompt of n tokens.
+static Work plan_work(const Plan* p, int n, bool decode) {
+  int* pos = (int*)xcalloc(2 * (size_t)n, sizeof *pos);
+  Batch b = {n, decode ? n : 1, NULL, pos, pos + n, NULL};
+  for (int i = 0; i < n; i++) {
+    b.pos[i] = decode ? p->input_len + (p->output_len - 2) / 2 : i;
+    b.slot[i] = decode ? i : 0;
+  }
+  Work w = count_work(&p->config, &b, 2);
+  double saved = w.kv_bytes * (1 - plan_kv_bytes(p) / (double)kv_bytes_per_token(&p->config, 2));
+  w.kv_bytes -= saved;
+  w.noreuse_bytes -= saved;
+  free(pos);
+  return w;
+}
+
+// The four parts for `batch` sequences of `length` tokens. The workspace is that of kernels.h
+// without its small parts; 533 MiB is what one H200 lost beyond our allocations (plots/h200).
+static void plan_memory(const Plan* p, int batch, int length, SweepRow* row) {
+  const Config* c = &p->config;
+  int qkv = qkv_width(c), q = c->n_heads * c->head_dim;
+  double blocks = (length + KV_BLOCK - 1) / KV_BLOCK, tokens = (double)batch * p->input_len;
+  tokens = fmin(fmax(tokens, batch), p->step_tokens);
+  double work =
+      tokens * (6.0 * c->dim + 4.0 * (qkv > c->dim ? qkv : c->dim) + 4.0 * q + 2.0 * c->hidden_dim);
+  row->mem_weights_mib = 2.0 * parameter_count(c) / MIB;
+  row->mem_kv_mib = batch * blocks * KV_BLOCK * plan_kv_bytes(p) / MIB;
+  row->mem_work_mib = (work + 4.0 * batch * c->vocab_size) / MIB;
+  row->mem_other_mib = 533.0 * p->cards;
+  row->mem_limit_mib = p->device.limit / MIB;
+  row->mem_used_mib =
+      row->mem_weights_mib + row->mem_kv_mib + row->mem_work_mib + row->mem_other_mib;
+}
+
+// The most sequences of `length` tokens that stay under the watermark; memory grows with each.
+static int plan_fit(const Plan* p, int length) {
+  int fit = 0;
+  for (int step = 1 << 20; step > 0; step /= 2) {
+    SweepRow r;
+    plan_memory(p, fit + step, length, &r);
+    if (100 * r.mem_used_mib <= p->watermark_pct * r.mem_limit_mib) fit += step;
+  }
+  return fit;
+}
+
+static void plan_row(const Plan* p, int batch, SweepRow* row) {
+  const Device* d = &p->device;
+  int in = p->input_len, out = p->output_len;
+  memset(row, 0, sizeof *row);
+  row->batch = row->n_requests = batch;
+  row->input_len = in;
+  row->output_len = out;
+  plan_memory(p, batch, in + out, row);
+  if (row->mem_used_mib > row->mem_limit_mib) {
+    row->status = ROW_SKIPPED;
+    say(row->reason, sizeof row->reason, "KV needs %.2f GiB, %.2f GiB left", row->mem_kv_mib / 1024,
+        (row->mem_limit_mib - row->mem_used_mib + row->mem_kv_mib) / 1024);
+    return;
+  }
+  StepTotals prefill, decode;
+  memset(&prefill, 0, sizeof prefill);
+  memset(&decode, 0, sizeof decode);
+  Work all = plan_work(p, in, false), each = plan_work(p, batch, true);
+  double tokens = (double)batch * in;  // every prompt is read before anyone decodes, as in measure
+  all.weight_bytes *= ceil(tokens / p->step_tokens);
+  all.kv_bytes *= batch;
+  all.flops *= batch;
+  add_step(&prefill, d, all, (int)tokens, 0);
+  add_step(&decode, d, each, batch, 0);
+  prefill.seconds = prefill.roof;
+  decode.seconds = decode.roof;
+  decode.n = out > 1;
+  double first = 1e3 * prefill.roof, step = out > 1 ? 1e3 * decode.roof : NAN;
+  double last = first + 1e3 * (out - 1) * decode.roof;
+  Percentiles ttft = {first, first, first, batch}, tpot = {step, step, step, out > 1 ? batch : 0};
+  Percentiles e2e = {last, last, last, batch};
+  row->ttft = ttft;
+  row->tpot = row->itl = tpot;
+  row->itl.n = batch * (out - 1);
+  row->e2e = e2e;
+  row->output_tok_s = 1e3 * batch * out / last;
+  row->user_tok_s = 1e3 / step;
+  fill_speed(row, d, &prefill, &decode);
+}
+
+static void plan_cards(Plan* p, const SimGpu* gpu, int cards, double vram) {
+  double mem = vram > 0 && vram < gpu->mem ? vram : gpu->mem;
+  p->cards = cards;
+  p->device.limit = (size_t)(mem * cards);
+  p->device.bandwidth = gpu->bandwidth * cards;
+  p->device.rate = gpu->rate * cards;
+  snprintf(p->device.name, sizeof p->device.name, "%.200s", gpu->name);
+  if (cards > 1) snprintf(p->device.name, sizeof p->device.name, "%d x %.200s", cards, gpu->name);
+}
+
+// Spreads the model over `cards`, or, if that is 0, over the fewest. False: it is not enough.
+static bool plan_open(Plan* p, const SimGpu* gpu, int cards, double vram, char* err) {
+  int length = p->input_len + p->output_len;
+  SweepRow one;
+  plan_cards(p, gpu, p->fewest = 1, vram);
+  while (p->fewest < 1024 && plan_fit(p, length) == 0) plan_cards(p, gpu, ++p->fewest, vram);
+  if (cards > 0) plan_cards(p, gpu, cards, vram);
+  if (plan_fit(p, length) > 0) return true;
+  plan_memory(p, 1, length, &one);
+  return say(err, ERR_LEN,
+             "%s does not fit %s: weights %.1f GiB, with one request %.1f GiB, and %g%% of %.1f "
+             "GiB may be used; it needs %s--gpus %d",
+             p->config.name, p->device.name, one.mem_weights_mib / 1024, one.mem_used_mib / 1024,
+             p->watermark_pct, one.mem_limit_mib / 1024, p->fewest < 1024 ? "" : "more than ",
+             p->fewest);
+}
+
+static void print_plan(FILE* f, const Plan* p) {
+  const Config* c = &p->config;
+  double kv = plan_kv_bytes(p);
+  int length = p->input_len + p->output_len, most = plan_fit(p, length);
+  SweepRow r;
+  plan_memory(p, most, length, &r);
+  fprintf(f, "Simulated: %s on %s, %.0f GB/s, %.1f TFLOP/s; %d prompt + %d new tokens\n", c->name,
+          p->device.name, p->device.bandwidth / 1e9, p->device.rate / 1e12, p->input_len,
+          p->output_len);
+  if (p->cards > 1)
+    fprintf(
+        f,
+        "%d cards, as ideal tensor parallelism: all adds up and messages cost nothing (real ones "
+        "do); %d hold the weights\n",
+        p->cards, p->fewest);
+  fprintf(f, "Memory: %d requests fit into %g%% of %.1f GiB: weights %.2f + KV cache %.2f", most,
+          p->watermark_pct, r.mem_limit_mib / 1024, r.mem_weights_mib / 1024, r.mem_kv_mib / 1024);
+  fprintf(f, " + workspace %.2f + framework %.2f GiB\n", r.mem_work_mib / 1024,
+          r.mem_other_mib / 1024);
+  fprintf(f, "KV cache: %.1f KiB per token (%d of %d heads, %s)\n", kv / 1024, c->n_kv_heads,
+          c->n_heads, p->fp8_kv ? "fp8" : "fp16");
+  fprintf(f, "  tokens  GiB each  sequences that fit  on each card\n");
+  for (length = 512; length <= c->max_context; length *= 2) {
+    int fit = plan_fit(p, length);
+    fprintf(f, "%8d%10.3f%20d%14.1f\n", length, length * kv / GIB, fit, (double)fit / p->cards);
+  }
+  fprintf(f, "\n");
+}
+
 #include "plots/plots.h"
 #include "weights/tokenizer.h"
 
@@ -1616,6 +2623,8 @@ static Matmul matmul_of(const char* name) {
 
 static bool open_device(Session* s, const Options* o, char* err) {
   bool cpu = strcmp(o->device, "cpu") == 0, cuda = strcmp(o->device, "cuda") == 0;
+  if (strncmp(o->device, "sim:", 4) == 0)
+    return device_open(&s->device, &sim_backend, o->vram, err);
   snprintf(err, ERR_LEN, "no CUDA in this build: it was made without nvcc");
   if (!cpu && cuda_backend && device_open(&s->device, cuda_backend, o->vram, err)) return true;
   if (cuda) return false;
@@ -1643,17 +2652,31 @@ static const char* choose_model(const Session* s, const Options* o) {
 static bool open_model(Session* s, const Options* o, char* err) {
   const char* name = choose_model(s, o);
   const Config* preset = find_preset(name);
-  s->load_start = now();
   if (preset && random_model(preset, (uint32_t)o->seed, &s->model)) return true;
   struct stat st;
-  if (stat(name, &st) == 0) return load_model(name, &s->model, err);
+  double start = now();
+  bool found = stat(name, &st) == 0, ok = found && load_model(name, &s->model, err);
+  s->load_seconds = now() - start;
+  if (found) return ok;
   int n = snprintf(err, ERR_LEN, "%.200s is neither a directory nor a preset; presets:", name);
   for (int i = 0; i < N_PRESETS; i++) n += snprintf(err + n, ERR_LEN - n, " %s", presets[i].name);
   return false;
 }
 
+// Reads and writes text byte by byte, and ends by itself, like weights/tiny.
+static bool byte_level(const Config* c) {
+  return c->vocab_size == 256 && c->n_eos > 0;
+}
+
 // What the command line left open, by device: a sweep should take a minute or so.
-static void fill_defaults(Options* o, bool cuda) {
+static void fill_defaults(Options* o, const Config* c, bool cuda) {
+  const char* input = cuda ? "lognormal:128,0.8@1024" : "lognormal:32,0.8@256";
+  const char* output = byte_level(c) ? "512" : cuda ? "exp:128@1024" : "exp:32@256";
+  if (!o->input_text) parse_dist(o->input_text = input, &o->input);
+  if (!o->output_text) parse_dist(o->output_text = output, &o->output);
+  if (!o->max_batch) o->max_batch = cuda ? 32 : 8;
+  if (!o->n_requests && !o->trace) o->n_requests = cuda ? 256 : 64;
+  if (isnan(o->temperature)) o->temperature = o->command == CMD_COMPARE;
   if (!o->input_len) o->input_len = cuda ? 128 : 32;
   if (!o->output_len) o->output_len = o->command == CMD_GENERATE ? 512 : cuda ? 128 : 32;
   if (!o->step_tokens) o->step_tokens = cuda ? 4096 : 256;
@@ -1697,14 +2720,14 @@ static int cmd_sweep(Session* s, const Options* o) {
   ResultFile csv;
   if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
     return give_up(1, err);
+  double start = now();
   if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul),
                     o->input_len + o->output_len, err)) {
-    fclose(csv.f);
-    remove(csv.tmp);
+    result_drop(&csv);
     return give_up(1, err);
   }
   printf("%s on %s: %.0f M parameters, loaded in %.1f s; %d prompt + %d new tokens\n", c->name,
-         s->device.name, parameter_count(c) / 1e6, now() - s->load_start, o->input_len,
+         s->device.name, parameter_count(c) / 1e6, s->load_seconds + now() - start, o->input_len,
          o->output_len);
   printf(
       "probed ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.1f GiB, limit %.1f GiB\n\n",
@@ -1712,12 +2735,12 @@ static int cmd_sweep(Session* s, const Options* o) {
       s->device.limit / GIB);
   put_sweep_row(csv.f, HEADER, &no_row);
   SweepRow rows[MAX_BATCHES];
-  SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, {0}}, o->rules,      c->name,
-                        s->device.name, false, s->device.bandwidth,      s->device.rate};
+  SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, {0}}, o->rules,       c->name,
+                        s->device.name, false, s->device.bandwidth,      s->device.rate, 1,
+                        false};
   report.n_rows = sweep_rows(s, o, rows, &csv);
   if (report.n_rows == 0) {  // earlier results stay as they are
-    fclose(csv.f);
-    remove(csv.tmp);
+    result_drop(&csv);
   } else if (!result_close(&csv, err)) {
     return give_up(1, err);
   }
@@ -1738,6 +2761,130 @@ static int cmd_sweep(Session* s, const Options* o) {
   }
   weights_close(&s->weights, &s->device);
   return interrupted ? 130 : 0;
+}
+
+static SweepReport new_report(const SweepRow* rows, int n, KneeRules rules, const char* model,
+                              const char* device) {
+  SweepReport r;
+  memset(&r, 0, sizeof r);
+  r.rows = rows;
+  r.n_rows = n;
+  r.rules = rules;
+  r.knee = knee(rows, n, rules);
+  r.model = model;
+  r.device = device;
+  return r;
+}
+
+// What every curve ends with: the knee in words, and files that hold it. source: a file that must
+// not be overwritten.
+static int save_report(const SweepReport* s, const Options* o, const char* dtype,
+                       const char* source) {
+  char err[ERR_LEN], names[256] = "";
+  struct stat from, to;
+  ResultFile csv;
+  if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
+    return give_up(1, err);
+  put_sweep_row(csv.f, HEADER, &no_row);
+  for (int i = 0; i < s->n_rows; i++) put_sweep_row(csv.f, CSV, &s->rows[i]);
+  bool same = source && stat(source, &from) == 0 && stat(csv.path, &to) == 0 &&
+              from.st_dev == to.st_dev && from.st_ino == to.st_ino;
+  if (same) {
+    result_drop(&csv);
+  } else if (!result_close(&csv, err)) {
+    return give_up(1, err);
+  }
+  print_knee(stdout, s);
+  if (!write_config_json(o->out, s, dtype, o->step_tokens, err) || !plot_sweep(s, o->out, err))
+    return give_up(1, err);
+  for (int k = 0; k < N_CHARTS; k++)
+    if (has_chart(s, k)) strcat(strcat(names, " "), CHARTS[k].file);
+  printf("\n%s/: sweep.csv config.json%s summary.png\n", o->out, names);
+  return 0;
+}
+
+// bs knee FILE: the walk over measurements that are there already.
+static int cmd_knee(const Options* o) {
+  static SweepRow rows[MAX_MEASURED];
+  char err[ERR_LEN], note[WHY_LEN];
+  KneeRules rules = o->rules;
+  int n = read_measurements(o->file, o->input_len, o->output_len, rows, err);
+  if (n < 0 || !choose_latency(o->file, rows, n, &rules, o->percentile_given, note, err))
+    return give_up(1, err);
+  SweepReport report = new_report(rows, n, rules, *o->model ? o->model : "unknown model", o->file);
+  print_walk(stdout, &report);
+  printf("\n%s\n", note);
+  return save_report(&report, o, "unknown", o->file);
+}
+
+static int plan_curve(const Plan* p, const Options* o, SweepRow* rows) {
+  static const int defaults[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024};
+  int n = o->n_batches ? o->n_batches : 11;
+  for (int i = 0; i < n; i++) plan_row(p, o->n_batches ? o->batches[i] : defaults[i], &rows[i]);
+  return n;
+}
+
+// bs plan: budget, predicted curve and its knee.
+static int cmd_plan(Session* s, const Options* o) {
+  static SweepRow rows[MAX_BATCHES][MAX_BATCHES];
+  static SweepReport reports[MAX_BATCHES];
+  char err[ERR_LEN], path[PATH_LEN];
+  Plan p;
+  memset(&p, 0, sizeof p);
+  s->device.limit = (size_t)sim_gpu.mem;
+  const char* name = choose_model(s, o);
+  const Config* preset = find_preset(name);
+  snprintf(path, sizeof path, "%s/config.json", name);
+  if (preset) p.config = *preset;
+  if (!preset && !load_config(path, &p.config, err)) return give_up(1, err);
+  if (!preset) snprintf(p.config.name, sizeof p.config.name, "%.63s", name);
+  p.fp8_kv = strcmp(o->kv, "fp8") == 0;
+  p.input_len = o->input_len;
+  p.output_len = o->output_len;
+  p.step_tokens = o->step_tokens;
+  p.watermark_pct = o->rules.watermark_pct;
+  if (o->input_len + o->output_len > p.config.max_context) {
+    snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
+             o->input_len, o->output_len, p.config.name, p.config.max_context);
+    return give_up(2, err);
+  }
+  int own = p.config.n_kv_heads, n = o->n_kv_heads ? o->n_kv_heads : 1, cards = o->cards, shown = 0;
+  const int* heads = o->n_kv_heads ? o->kv_heads : &own;
+  for (int i = n - 1; i >= 0; i--) {  // the most heads first: they need the most cards
+    p.config.n_kv_heads = heads[i];
+    if (p.config.n_heads % heads[i] != 0) {
+      snprintf(err, sizeof err, "--kv-heads %d: must divide the %d query heads of %s", heads[i],
+               p.config.n_heads, p.config.name);
+      return give_up(2, err);
+    }
+    if (!plan_open(&p, &sim_gpu, cards, (double)o->vram, err)) return give_up(1, err);
+    cards = p.cards;
+    if (heads[i] == own) shown = i;
+    SweepReport r =
+        new_report(rows[i], plan_curve(&p, o, rows[i]), o->rules, p.config.name, p.device.name);
+    r.simulated = true;
+    r.bandwidth = p.device.bandwidth;
+    r.rate = p.device.rate;
+    r.cards = cards;
+    r.fp8_kv = p.fp8_kv;
+    reports[i] = r;
+  }
+  p.config.n_kv_heads = heads[shown];
+  print_plan(stdout, &p);
+  print_table_header(stdout, o->rules);
+  for (int i = 0; i < reports[shown].n_rows; i++) print_row(stdout, &rows[shown][i], o->rules);
+  printf("\n");
+  if (n > 1) printf("KV heads  KiB/token  sequences that fit  working point     tok/s\n");
+  for (int i = 0; i < n && n > 1; i++) {
+    p.config.n_kv_heads = heads[i];
+    const Knee* k = &reports[i].knee;
+    const SweepRow* r = k->working < 0 ? &no_row : &rows[i][k->working];
+    printf("%8d%11.1f%20d%15d%10.0f\n", heads[i], plan_kv_bytes(&p) / 1024,
+           plan_fit(&p, o->input_len + o->output_len), r->batch, r->output_tok_s);
+  }
+  if (n > 1) printf("\n");
+  const char* dtype = p.fp8_kv ? "fp16, KV cache fp8" : "fp16";
+  return save_report(&reports[shown], o, dtype, NULL);
 }
 
 // Lines of a file as prompts; returns how many, or -1.
@@ -1765,6 +2912,507 @@ static int read_prompts(const char* path, const char** prompts, char* err) {
   free(line);
   fclose(f);
   return n > 0 ? n : -1;
+}
+
+// ---- Compare: one stream of requests through every policy, on the same engine.
+
+// Opens the engine for max_batch sequences, with as many KV blocks as they may want or memory has.
+// Out of memory (real or injected): nothing is tried again as it was; first the batch is halved,
+// then the longest output; whoever no longer fits waits in the queue (article 1, section 6).
+static RowStatus open_with_fallback(Engine* e, Device* d, const Weights* w, EngineSize* size,
+                                    Limits* l, char* err) {
+  int wanted = size->n_blocks;
+  for (;;) {
+    size->max_slots = l->max_batch;
+    int most = l->max_batch * blocks_for(size->max_positions);
+    size->n_blocks = wanted > 0 && wanted < most ? wanted : most;
+    RowStatus status = engine_open(e, d, w, *size, err);
+    if (status == ROW_OK) return ROW_OK;
+    // A pool for the longest request alone tells how much memory is left for more.
+    EngineSize smallest = *size;
+    smallest.n_blocks = blocks_for(size->max_positions);
+    if (status == ROW_SKIPPED && engine_open(e, d, w, smallest, err) == ROW_OK) {
+      size_t k, v, used = d->api->used(), left = d->limit > used ? d->limit - used : 0;
+      engine_kv_bytes(d, &w->config, smallest, &k, &v);
+      double blocks = smallest.n_blocks * (1 + 0.98 * left / (k + v));  // 2% for the allocator
+      engine_close(e);
+      if (blocks < size->n_blocks) size->n_blocks = (int)blocks;
+      status = engine_open(e, d, w, *size, err);
+      if (status == ROW_OK) return ROW_OK;
+    }
+    int shorter = l->max_new / 2;
+    if (l->max_batch > 1) {
+      l->max_batch /= 2;
+    } else if (shorter > 0) {
+      size->max_positions -= l->max_new - shorter;
+      l->max_new = shorter;
+    } else {
+      return status;
+    }
+  }
+}
+
+typedef struct {
+  Request* requests;
+  int n, longest_prompt, longest_new;
+  bool text;  // prompts are text and outputs end by the model's own end token
+  char name[160];
+} Stream;
+
+// Text for a byte-level model: a request's prompt is line i of the prompts.
+static void give_text(Stream* s, const Config* c, const char** prompts, int n_prompts,
+                      float temperature, uint32_t seed) {
+  for (int i = 0; i < s->n; i++) {
+    const char* text = prompts[i % n_prompts];
+    int length = (int)strlen(text);
+    Request* old = &s->requests[i];
+    double arrival = old->arrival;
+    int max_new = old->max_new;
+    free(old->tokens);
+    free(old->time);
+    make_request(old, c, length, max_new, seed, i);
+    for (int j = 0; j < length; j++) old->tokens[j] = (unsigned char)text[j];
+    old->arrival = arrival;
+    old->temperature = temperature;
+  }
+  s->text = true;
+}
+
+static void drawn_stream(Stream* s, const Config* c, const Options* o, Dist output) {
+  uint32_t lengths = hash32((uint32_t)o->seed ^ 0x5eed1),
+           gaps = hash32((uint32_t)o->seed ^ 0x5eed2);
+  double t = 0;
+  s->n = o->n_requests;
+  s->requests = (Request*)xcalloc(s->n, sizeof(Request));
+  for (int i = 0; i < s->n; i++) {
+    int prompt = draw_length(&o->input, &lengths);
+    make_request(&s->requests[i], c, prompt, draw_length(&output, &lengths), (uint32_t)o->seed, i);
+    s->requests[i].arrival = t;
+    if (o->rate > 0) t += next_gamma(&gaps, o->burstiness) / o->rate;
+  }
+}
+
+static bool traced_stream(Stream* s, const Config* c, const Options* o, char* err) {
+  TraceRow* rows = read_trace(o->trace, o->n_requests, &s->n, err);
+  if (!rows) return false;
+  double recorded =
+      s->n > 1 && rows[s->n - 1].arrival > 0 ? (s->n - 1) / rows[s->n - 1].arrival : 0;
+  double scale = o->rate > 0 && recorded > 0 ? recorded / o->rate : 1;
+  s->requests = (Request*)xcalloc(s->n, sizeof(Request));
+  for (int i = 0; i < s->n; i++) {
+    make_request(&s->requests[i], c, rows[i].prompt, rows[i].output, (uint32_t)o->seed, i);
+    s->requests[i].arrival = rows[i].arrival * scale;
+  }
+  free(rows);
+  return true;
+}
+
+static void measure_stream(Stream* s) {
+  s->longest_prompt = s->longest_new = 0;
+  for (int i = 0; i < s->n; i++) {
+    const Request* r = &s->requests[i];
+    if (r->n_prompt > s->longest_prompt) s->longest_prompt = r->n_prompt;
+    if (r->max_new > s->longest_new) s->longest_new = r->max_new;
+  }
+}
+
+// What a run of a policy says. ms: room for 3 n + all output tokens; ttft and e2e stay sorted in
+// it.
+static PolicyResult policy_result(const Workload* w, const RunStats* stats, const KneeRules* slo,
+                                  double* ms) {
+  int n = w->n, good = 0;
+  double tokens = 0, working = 0;
+  Samples all = {ms, ms + n, ms + 3 * (size_t)n, ms + 2 * (size_t)n, 0, 0, 0};
+  for (int i = 0; i < n; i++) {
+    const Request* r = &w->requests[i];
+    if (r->status != FINISHED) continue;
+    bool in_time =
+        slo->slo_ttft_ms == 0 || 1e3 * (r->time[0] - stats->start - r->arrival) <= slo->slo_ttft_ms;
+    int tpots = all.n_tpot;
+    add_samples(&all, r, stats->start);
+    if (slo->slo_tpot_ms > 0 && all.n_tpot > tpots)
+      in_time = in_time && all.tpot[tpots] <= slo->slo_tpot_ms;
+    good += in_time;
+    tokens += r->n_new;
+  }
+  for (int i = 0; i < stats->n_spans; i++)
+    working += stats->spans[i].finish - stats->spans[i].start;
+  double first = n > 0 ? w->requests[0].arrival : 0, seconds = stats->end - stats->start - first;
+  PolicyResult p;
+  memset(&p, 0, sizeof p);
+  p.policy = w->policy;
+  p.requests = n;
+  p.completed = all.n;
+  p.rejected = stats->rejected;
+  p.timed_out = stats->timed_out;
+  p.preemptions = stats->preemptions;
+  p.slots = w->limits.max_batch;
+  p.duration_s = seconds;
+  p.output_tok_s = tokens / seconds;
+  p.request_per_s = all.n / seconds;
+  p.goodput_req_s = slo->slo_ttft_ms > 0 || slo->slo_tpot_ms > 0 ? good / seconds : NAN;
+  p.ttft = percentiles_of(all.ttft, all.n);
+  p.tpot = percentiles_of(all.tpot, all.n_tpot);
+  p.itl = percentiles_of(all.itl, all.n_itl);
+  p.e2e = percentiles_of(all.e2e, all.n);
+  p.occupancy_pct = 100 * working / (p.slots * seconds);
+  p.padding_pct = 100 * stats->wasted / stats->computed;
+  p.kv_unused_pct = 100 * (1 - stats->kv_held / stats->kv_reserved);
+  p.spans = stats->spans;
+  p.n_spans = stats->n_spans;
+  p.ttft_ms = all.ttft;
+  p.e2e_ms = all.e2e;
+  return p;
+}
+
+static void put_policy_row(FILE* f, Form form, const PolicyResult* p) {
+  put(f, form,
+      "'policy': %s, 'requests': %i, 'completed': %i, 'rejected': %i, 'output_tok_s': %g,\n"
+      "'request_per_s': %g, 'goodput_req_s': %f, 'ttft_p50_ms': %g, 'ttft_p95_ms': %g,\n"
+      "'ttft_p99_ms': %g, 'tpot_p50_ms': %g, 'tpot_p95_ms': %g, 'tpot_p99_ms': %g,\n"
+      "'itl_p50_ms': %g, 'itl_p95_ms': %g, 'itl_p99_ms': %g, 'e2e_p50_ms': %g, 'e2e_p95_ms': %g,\n"
+      "'e2e_p99_ms': %g, 'n_ttft': %i, 'n_tpot': %i, 'n_itl': %i, 'n_e2e': %i,\n"
+      "'occupancy_pct': %f, 'padding_pct': %f, 'kv_unused_pct': %f, 'preemptions': %i,\n"
+      "'timed_out': %i, 'duration_s': %g",
+      policy_names[p->policy], p->requests, p->completed, p->rejected, p->output_tok_s,
+      p->request_per_s, p->goodput_req_s, p->ttft.p50, p->ttft.p95, p->ttft.p99, p->tpot.p50,
+      p->tpot.p95, p->tpot.p99, p->itl.p50, p->itl.p95, p->itl.p99, p->e2e.p50, p->e2e.p95,
+      p->e2e.p99, p->ttft.n, p->tpot.n, p->itl.n, p->e2e.n, p->occupancy_pct, p->padding_pct,
+      p->kv_unused_pct, p->preemptions, p->timed_out, p->duration_s);
+}
+
+static void put_request_row(FILE* f, Form form, Policy policy, int i, const Request* r,
+                            double start) {
+  static const char* const names[] = {"cut short", "cut short", "finished", "rejected",
+                                      "timed out"};
+  double first = r->n_new > 0 ? r->time[0] - start - r->arrival : NAN;
+  double last = r->n_new > 0 ? r->time[r->n_new - 1] - start - r->arrival : NAN;
+  put(f, form,
+      "'policy': %s, 'id': %i, 'arrival_s': %f, 'prompt_tokens': %i, 'output_tokens': %i, "
+      "'ttft_ms': %g, 'tpot_ms': %g, 'e2e_ms': %g, 'preemptions': %i, 'status': %s",
+      policy_names[policy], i, r->arrival, r->n_prompt, r->n_new, 1e3 * first,
+      r->n_new > 1 ? 1e3 * (last - first) / (r->n_new - 1) : NAN,
+      r->status == FINISHED ? 1e3 * last : NAN, r->preemptions, names[r->status]);
+  fputc('\n', f);
+}
+
+static void print_policy_header(FILE* f, int percentile) {
+  fprintf(f, "%-11s%6s%9s%8s%9s%9s%9s%9s%9s%9s%7s%6s%6s%8s%9s\n", "policy", "done", "tok/s",
+          "req/s", "goodput", "TTFT p50", "p", "TPOT p50", "p", "E2E p50", "slots", "pad", "KV",
+          "preempt", "seconds");
+  fprintf(f, "%-11s%6s%9s%8s%9s%9s%8d%%%9s%8d%%%9s%7s%6s%6s%8s%9s\n", "", "", "", "", "req/s", "ms",
+          percentile, "ms", percentile, "ms", "used%", "%", "idle%", "", "");
+}
+
+static void print_policy(FILE* f, const PolicyResult* p, int q) {
+  char line[256];
+  snprintf(
+      line, sizeof line, "%-11s%6d%9.1f%8.2f%9.2f%9.1f%9.1f%9.2f%9.2f%9.1f%7.1f%6.1f%6.1f%8d%9.2f",
+      policy_names[p->policy], p->completed, p->output_tok_s, p->request_per_s, p->goodput_req_s,
+      p->ttft.p50, at_percentile(p->ttft, q), p->tpot.p50, at_percentile(p->tpot, q), p->e2e.p50,
+      p->occupancy_pct, p->padding_pct, p->kv_unused_pct, p->preemptions, p->duration_s);
+  for (char* nan = line; (nan = strstr(nan, "nan")) != NULL;) memcpy(nan, "  -", 3);
+  fprintf(f, "%s\n", line);
+  if (p->rejected + p->timed_out > 0)
+    fprintf(f, "%-11s%d rejected, %d timed out, of %d\n", "", p->rejected, p->timed_out,
+            p->requests);
+}
+
+static PolicyResult no_result;  // all of it undefined
+static Request no_request;
+
+// Tokens of every request in one number, so that two runs can be compared.
+static uint32_t answers_of(const Request* r) {
+  uint32_t h = hash32((uint32_t)r->n_new);
+  for (int i = 0; i < r->n_new; i++) h = hash32(h ^ (uint32_t)r->tokens[r->n_prompt + i]);
+  return h;
+}
+
+typedef struct {
+  Session* session;
+  const Options* o;
+  Engine engine;
+  EngineSize size;
+  Limits limits;
+  Stream stream;
+  PolicyResult results[N_POLICIES];
+  int n_results;
+  double* ms[N_POLICIES];  // behind the results
+  uint32_t* answers;       // [n] of the first policy
+  VariancePoint points[8];
+  int n_points;
+} Comparison;
+
+static void cap_outputs(Request* r, int n, int most) {
+  for (int i = 0; i < n; i++)
+    if (r[i].max_new > most) r[i].max_new = most;
+}
+
+// Runs the stream under one policy; differs = requests that other tokens came out for than under
+// the first policy. False: interrupted.
+static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile* requests,
+                       int* differs) {
+  Workload w = {c->stream.requests, c->stream.n,    policy,
+                c->limits,          c->stream.text, c->o->quiet ? NULL : policy_names[policy]};
+  RunStats stats;
+  size_t tokens = 0;
+  memset(&stats, 0, sizeof stats);
+  for (int i = 0; i < w.n; i++) tokens += w.requests[i].max_new;
+  double* ms = c->ms[c->n_results] = (double*)xcalloc(3 * (size_t)w.n + tokens, sizeof *ms);
+  bool whole = run_requests(&c->engine, &w, INFINITY, &stats);
+  PolicyResult* p = &c->results[c->n_results];
+  *p = policy_result(&w, &stats, &c->o->rules, ms);
+  bool first = c->n_results++ == 0;
+  for (int i = 0; i < w.n; i++) {
+    if (first) c->answers[i] = w.requests[i].status == FINISHED ? answers_of(&w.requests[i]) : 0;
+    if (first || c->answers[i] == 0 || w.requests[i].status != FINISHED) continue;
+    *differs += c->answers[i] != answers_of(&w.requests[i]);
+  }
+  print_policy(stdout, p, c->o->rules.percentile);
+  fflush(stdout);
+  put_policy_row(csv->f, CSV, p);
+  fputc('\n', csv->f);
+  fflush(csv->f);
+  for (int i = 0; i < w.n; i++)
+    put_request_row(requests->f, CSV, policy, i, &w.requests[i], stats.start);
+  fflush(requests->f);
+  return whole;
+}
+
+// Output tokens/s of a stream under a policy; 0 = interrupted.
+static double tokens_per_second(Comparison* c, Stream* s, Policy policy) {
+  Workload w = {s->requests, s->n, policy, c->limits, false, c->o->quiet ? NULL : "variance"};
+  RunStats stats;
+  double tokens = 0;
+  w.limits.max_new = 0;
+  memset(&stats, 0, sizeof stats);
+  bool whole = run_requests(&c->engine, &w, INFINITY, &stats);
+  for (int i = 0; i < s->n; i++) tokens += s->requests[i].n_new;
+  free(stats.spans);
+  return whole ? tokens / (stats.end - stats.start) : 0;
+}
+
+enum { WIDEST = 8 };  // longest output of variance.png's workloads, in means
+
+static double mean_length(const Dist* d) {
+  return d->kind == DIST_UNIFORM ? (d->a + d->b) / 2 : d->a;
+}
+
+// The same mean output, spread more and more: where the gain of continuous batching comes from.
+// Prompts are equal and all there at once, so that nothing else differs.
+static void measure_variance(Comparison* c) {
+  Options o = *c->o;
+  double mean = mean_length(&o.output);
+  const Dist spreads[] = {{DIST_FIXED, round(mean), 0, 0},
+                          {DIST_UNIFORM, ceil(mean / 2), floor(1.5 * mean), 0},
+                          {DIST_UNIFORM, 1, floor(2 * mean), 0},
+                          {DIST_EXP, mean, 0, WIDEST * mean},
+                          {DIST_LOGNORMAL, mean, 1.3, WIDEST * mean}};
+  static const char* const names[] = {"all %g", "uniform %g-%g", "uniform %g-%g", "exp %g",
+                                      "lognormal %g, %g"};
+  o.rate = 0;
+  o.input.a = round(mean_length(&o.input));
+  o.input.kind = DIST_FIXED;
+  for (int k = 0; k < 5 && !interrupted; k++) {
+    Stream s;
+    VariancePoint* p = &c->points[c->n_points];
+    double sum = 0, squares = 0, longest = 0, batches = 0;
+    memset(&s, 0, sizeof s);
+    drawn_stream(&s, &c->session->weights.config, &o, spreads[k]);
+    measure_stream(&s);
+    cap_outputs(s.requests, s.n, c->size.max_positions - s.longest_prompt);
+    for (int i = 0; i < s.n; i++) {
+      double x = s.requests[i].max_new;
+      sum += x;
+      squares += x * x;
+      longest = i % c->limits.max_batch == 0 ? x : fmax(longest, x);
+      bool last = i + 1 == s.n || (i + 1) % c->limits.max_batch == 0;
+      if (last) batches += longest * c->limits.max_batch;
+    }
+    snprintf(p->name, sizeof p->name, names[k], spreads[k].a, spreads[k].b);
+    p->cv = sqrt(fmax(squares / s.n - sum / s.n * sum / s.n, 0)) / (sum / s.n);
+    p->ideal = batches / sum;
+    p->static_tok_s = tokens_per_second(c, &s, POLICY_STATIC);
+    p->continuous_tok_s = interrupted ? 0 : tokens_per_second(c, &s, POLICY_CONTINUOUS);
+    free_requests(s.requests, s.n);
+    if (p->static_tok_s <= 0 || p->continuous_tok_s <= 0) return;
+    c->n_points++;
+    printf("outputs %-20s cv %4.2f: static %8.1f tok/s, continuous %8.1f: %.2fx (ideal %.2fx)\n",
+           p->name, p->cv, p->static_tok_s, p->continuous_tok_s,
+           p->continuous_tok_s / p->static_tok_s, p->ideal);
+    fflush(stdout);
+  }
+}
+
+// False: err says why.
+static bool make_stream(Stream* s, const Config* c, const Options* o, char* err) {
+  const char* prompts[MAX_PROMPTS] = {"Once upon a time"};
+  int n_prompts = 1;
+  if (o->trace && !traced_stream(s, c, o, err)) return false;
+  if (!o->trace) drawn_stream(s, c, o, o->output);
+  if (o->prompts_file && !byte_level(c))
+    return say(err, ERR_LEN, "--prompts: %s does not read and write bytes", c->name);
+  if (o->prompts_file && (n_prompts = read_prompts(o->prompts_file, prompts, err)) < 0)
+    return false;
+  if (byte_level(c) && !o->trace)
+    give_text(s, c, prompts, n_prompts, (float)o->temperature, (uint32_t)o->seed);
+  for (int i = 0; i < n_prompts && o->prompts_file; i++) free((void*)prompts[i]);
+  measure_stream(s);
+  int longest = s->longest_prompt + s->longest_new;
+  if (!o->trace && longest > c->max_context)
+    return say(err, ERR_LEN, "a prompt of %d and an output of %d exceed %s's context of %d tokens",
+               s->longest_prompt, s->longest_new, c->name, c->max_context);
+  char arrivals[64] = "all at once";
+  if (o->rate > 0) snprintf(arrivals, sizeof arrivals, "%.3g requests/s", o->rate);
+  if (o->trace && o->rate == 0) snprintf(arrivals, sizeof arrivals, "as recorded");
+  if (o->trace)
+    snprintf(s->name, sizeof s->name, "%d requests of %.60s, %s", s->n,
+             strrchr(o->trace, '/') ? strrchr(o->trace, '/') + 1 : o->trace, arrivals);
+  else
+    snprintf(s->name, sizeof s->name, "%d requests, prompt %.30s, output %.30s%s, %s", s->n,
+             s->text ? "text" : o->input_text, s->text ? "its own end, at most " : "",
+             o->output_text, arrivals);
+  return true;
+}
+
+static bool write_compare(Comparison* c, const char* dir, char* err) {
+  const Options* o = c->o;
+  const Device* d = &c->session->device;
+  CompareReport r = {c->results,
+                     c->n_results,
+                     c->points,
+                     c->n_points,
+                     o->rules.slo_ttft_ms,
+                     o->rules.slo_tpot_ms,
+                     o->rules.percentile,
+                     c->session->weights.config.name,
+                     d->name,
+                     c->stream.name,
+                     d->api == &sim_backend};
+  ResultFile file;
+  if (!result_open(&file, dir, "compare.json", err)) return false;
+  put(file.f, JSON,
+      "{\n'model': %s, 'device': %s, 'workload': %s, 'max_batch': %i, 'step_tokens': %i,\n"
+      "'kv_blocks': %i, 'slo_ttft_ms': %g, 'slo_tpot_ms': %g,\n'policies': [",
+      r.model, r.device, r.workload, c->limits.max_batch, c->limits.step_tokens, c->size.n_blocks,
+      r.slo_ttft_ms, r.slo_tpot_ms);
+  for (int i = 0; i < r.n_results; i++) {
+    fputs(i ? ",\n{" : "\n{", file.f);
+    put_policy_row(file.f, JSON, &r.results[i]);
+    fputs("}", file.f);
+  }
+  fputs("\n],\n\"variance\": [", file.f);
+  for (int i = 0; i < r.n_points; i++) {
+    const VariancePoint* p = &r.points[i];
+    fputs(i ? ",\n{" : "\n{", file.f);
+    put(file.f, JSON,
+        "'outputs': %s, 'cv': %f, 'static_tok_s': %g, 'continuous_tok_s': %g, "
+        "'ideal': %g}",
+        p->name, p->cv, p->static_tok_s, p->continuous_tok_s, p->ideal);
+  }
+  fputs("\n]\n}\n", file.f);
+  return result_close(&file, err) && plot_compare(&r, dir, err);
+}
+
+// False: interrupted; what was measured until then is kept.
+static bool run_policies(Comparison* c, ResultFile* csv, ResultFile* requests, int* differs) {
+  const Options* o = c->o;
+  bool whole = true;
+  Workload warm = {c->stream.requests, c->stream.n,    POLICY_CONTINUOUS,
+                   c->limits,          c->stream.text, NULL};
+  RunStats stats;
+  memset(&stats, 0, sizeof stats);
+  if (c->session->device.api != &sim_backend) run_requests(&c->engine, &warm, 0.5, &stats);
+  free(stats.spans);
+  put_policy_row(csv->f, HEADER, &no_result);
+  fputc('\n', csv->f);
+  put_request_row(requests->f, HEADER, POLICY_STATIC, 0, &no_request, 0);
+  print_policy_header(stdout, o->rules.percentile);
+  for (int policy = 0; policy < N_POLICIES && whole && !interrupted; policy++)
+    if (o->policies & 1 << policy) whole = run_policy(c, (Policy)policy, csv, requests, differs);
+  return whole && !interrupted;
+}
+
+// Weights, engine and limits for the stream. wide: the longest output of variance.png's workloads.
+static bool open_comparison(Comparison* c, int wide, char* err) {
+  Session* s = c->session;
+  const Options* o = c->o;
+  const Config* config = &s->model.config;
+  Limits limits = {o->max_batch,        o->step_tokens, o->max_input_len, o->max_new_tokens,
+                   o->max_total_tokens, o->timeout_s,   o->batch_wait_s,  o->kv_watermark_pct};
+  int longest_new = c->stream.longest_new > wide ? c->stream.longest_new : wide;
+  long positions = (long)c->stream.longest_prompt + longest_new;
+  if (positions > config->max_context) positions = config->max_context;
+  c->limits = limits;
+  if (c->limits.max_new == 0) c->limits.max_new = longest_new;
+  EngineSize size = {o->step_tokens, o->max_batch, (int)positions, (o->kv_tokens + 15) / KV_BLOCK};
+  c->size = size;
+  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), (int)positions, err))
+    return false;
+  if (open_with_fallback(&c->engine, &s->device, &s->weights, &c->size, &c->limits, err) != ROW_OK)
+    return false;
+  if (c->limits.max_batch < o->max_batch)
+    printf("out of memory: the batch is %d instead of %d, the rest waits\n", c->limits.max_batch,
+           o->max_batch);
+  if (o->max_new_tokens == 0 && c->limits.max_new < longest_new) {
+    printf("out of memory: outputs end after %d tokens\n", c->limits.max_new);
+    cap_outputs(c->stream.requests, c->stream.n, c->limits.max_new);
+  }
+  if (c->limits.max_new > c->stream.longest_new && o->max_new_tokens == 0)
+    c->limits.max_new = c->stream.longest_new;  // what static batches reserve
+  return true;
+}
+
+static void close_comparison(Comparison* c) {
+  if (c->engine.device) engine_close(&c->engine);
+  weights_close(&c->session->weights, &c->session->device);
+  free_requests(c->stream.requests, c->stream.n);
+  free(c->answers);
+  for (int i = 0; i < c->n_results; i++) {
+    free((void*)c->results[i].spans);
+    free(c->ms[i]);
+  }
+}
+
+static int cmd_compare(Session* s, const Options* o) {
+  char err[ERR_LEN];
+  Comparison c;
+  ResultFile csv, requests;
+  int differs = 0;
+  memset(&c, 0, sizeof c);
+  c.session = s;
+  c.o = o;
+  if (!make_stream(&c.stream, &s->model.config, o, err)) return give_up(o->trace ? 1 : 2, err);
+  c.answers = (uint32_t*)xcalloc(c.stream.n, sizeof *c.answers);
+  bool both = o->policies & 1 << POLICY_STATIC && o->policies & 1 << POLICY_CONTINUOUS;
+  bool variance = both && !o->trace && !c.stream.text && o->n_requests > o->max_batch;
+  int wide = variance ? (int)ceil(WIDEST * mean_length(&o->output)) : 0;
+  if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "compare.csv", err))
+    return give_up(1, err);
+  if (!result_open(&requests, o->out, "requests.csv", err)) {
+    result_drop(&csv);
+    return give_up(1, err);
+  }
+  if (!open_comparison(&c, wide, err)) {
+    result_drop(&csv);
+    result_drop(&requests);
+    return give_up(1, err);
+  }
+  printf("%s on %s, %s; up to %d at once, %d tokens a step, %d KV blocks of %d tokens\n\n",
+         s->weights.config.name, s->device.name, c.stream.name, c.limits.max_batch,
+         c.limits.step_tokens, c.size.n_blocks, KV_BLOCK);
+  bool whole = run_policies(&c, &csv, &requests, &differs);
+  if (differs > 0)
+    printf("\nFAULT: %d requests got other tokens than under the first policy\n", differs);
+  else if (c.n_results > 1 && s->device.api != &sim_backend)
+    printf("\nEvery finished request got the same tokens under each policy.\n");
+  if (whole && variance) measure_variance(&c);
+  if (!result_close(&csv, err) || !result_close(&requests, err) || !write_compare(&c, o->out, err))
+    return give_up(1, err);
+  printf("\n%s/: compare.csv requests.csv compare.json schedule.png policies.png%s\n", o->out,
+         c.n_points > 0 ? " variance.png" : "");
+  close_comparison(&c);
+  return interrupted ? 130 : differs > 0;
 }
 
 // What the new tokens say, up to the one that ended them; special tokens are no text. To be freed.
@@ -1824,7 +3472,8 @@ static int generate_texts(Session* s, const Options* o, const Tokenizer* t, cons
                           int n) {
   char err[ERR_LEN];
   int longest = 0, out = o->output_len;
-  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, o->step_tokens, true};
+  Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
+  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true, NULL};
   for (int i = 0; i < n; i++) {
     if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err))
       return give_up(2, err);
@@ -1838,6 +3487,7 @@ static int generate_texts(Session* s, const Options* o, const Tokenizer* t, cons
     return give_up(1, err);
   if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
   run_requests(&e, &w, INFINITY, &stats);
+  free(stats.spans);
   for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);
   engine_close(&e);
   free_requests(w.requests, n);
@@ -1870,6 +3520,23 @@ static int cmd_generate(Session* s, const Options* o) {
   return status;
 }
 
+static int run_on_device(Session* s, Options* o) {
+  char err[ERR_LEN];
+  bool given = *o->model != '\0';  // a broken directory is told before the device is probed
+  if (given && !open_model(s, o, err)) return give_up(1, err);
+  if (!open_device(s, o, err)) return give_up(1, err);
+  if (s->device.api == &cpu_backend && strcmp(o->matmul, "auto") != 0)
+    return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
+  if (!given && !open_model(s, o, err)) return give_up(1, err);
+  fill_defaults(o, &s->model.config, s->device.api != &cpu_backend);
+  int status = o->command == CMD_GENERATE  ? cmd_generate(s, o)
+               : o->command == CMD_COMPARE ? cmd_compare(s, o)
+                                           : cmd_sweep(s, o);
+  free_model(&s->model);
+  device_close(&s->device);
+  return status;
+}
+
 // OpenMP threads that spin at a barrier waste whole scheduler slices as soon as anything else runs:
 // 586 ms a step instead of 9 with one busy process beside us (NOTES.md). The library reads its
 // setting before main, so make it and start over, unless the user has chosen.
@@ -1898,14 +3565,10 @@ int main(int argc, char** argv) {
   sigaction(SIGTERM, &action, NULL);
   action.sa_handler = on_bus_error;
   sigaction(SIGBUS, &action, NULL);
-  if (!open_device(&s, &o, err)) return give_up(1, err);
-  if (s.device.api == &cpu_backend && strcmp(o.matmul, "auto") != 0)
-    return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
-  if (!open_model(&s, &o, err)) return give_up(1, err);
-  fill_defaults(&o, s.device.api != &cpu_backend);
-  int status = o.command == CMD_GENERATE ? cmd_generate(&s, &o) : cmd_sweep(&s, &o);
-  free_model(&s.model);
-  device_close(&s.device);
+  if (o.command == CMD_PLAN) fill_defaults(&o, &s.model.config, true);
+  int status = o.command == CMD_PLAN   ? cmd_plan(&s, &o)
+               : o.command == CMD_KNEE ? cmd_knee(&o)
+                                       : run_on_device(&s, &o);
   if (fflush(stdout) != 0 || ferror(stdout)) return give_up(1, "standard output: cannot write");
   return status;
 }

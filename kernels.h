@@ -1507,9 +1507,10 @@ static void gpu_upload(void* to, const void* from, size_t bytes) {
 }
 
 static const Backend gpu_backend = {
-    gpu_open,        gpu_probe_bandwidth, gpu_probe_rate, gpu_used,     gpu_alloc,       gpu_free,
-    gpu_upload,      MAX_BLOCK_ROWS,      TILE_K,         sizeof(half), matrix_slices,   gpu_fill,
-    gpu_engine_open, gpu_engine_close,    gpu_submit,     gpu_collect,  gpu_copy_logits,
+    gpu_open,        gpu_probe_bandwidth, gpu_probe_rate, gpu_used,     gpu_alloc,     gpu_free,
+    gpu_upload,      MAX_BLOCK_ROWS,      TILE_K,         sizeof(half), matrix_slices, gpu_fill,
+    gpu_engine_open, gpu_engine_close,    gpu_submit,     gpu_collect,  real_clock,    real_wait,
+    gpu_copy_logits,
 };
 
 static const Backend* cuda_backend = &gpu_backend;

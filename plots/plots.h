@@ -5,6 +5,7 @@
 
 // Okabe and Ito's colours, distinct to every common colour vision; dashes serve grey prints.
 typedef enum { INK_NONE, INK_GRID, INK_DIM, INK_DARK, INK_BLUE, INK_GREEN, INK_GOLD, INK_RED } Ink;
+enum { INK_HATCH = 8 };  // of a box only: stripes of red and nothing
 static const int INK_RGB[] = {0xffffff, 0xe3e3e3, 0x5c5c5c, 0x222222,
                               0x0072b2, 0x009e73, 0xe69f00, 0xd55e00};
 enum { DOTS = 4, MAX_W = 2400, MAX_H = 1600, LABEL_SIZE = 14, TITLE_SIZE = 23 };  // pixels
@@ -44,10 +45,13 @@ static int to_dot(double v, int n) {
   return (int)fmin(fmax(round(v * DOTS), 0), n * DOTS);
 }
 
-static void fill_box(double x0, double y0, double x1, double y1, Ink ink) {
+static void fill_box(double x0, double y0, double x1, double y1, int ink) {
   int left = to_dot(x0, MAX_W), right = to_dot(x1, MAX_W), end = to_dot(y1, MAX_H);
   for (int y = to_dot(y0, MAX_H); y < end; y++)
-    for (int x = left; x < right; x++) dots[y][x] = (uint8_t)ink;
+    for (int x = left; x < right; x++) {
+      int stripe = (x + y) % 28 < 9 ? INK_RED : INK_NONE;
+      dots[y][x] = (uint8_t)(ink == INK_HATCH ? stripe : ink);
+    }
 }
 
 // Every dot within r of the line from a to b, in dashes where dash > 0; none where a or b is NaN.
@@ -156,34 +160,49 @@ static double to_pixel(const Scale* s, double v) {
   return s->from + t * (s->to - s->from);
 }
 
-// The next round value: in steps of a power of two, or doubled, or 1 2 5 of every decade.
+// The largest of 1, 2, 5, 10, 20, 50, ... that is not above v > 0.
+static double round_down(double v) {
+  double unit = pow(10, floor(log10(v)));
+  return unit * (v < 2 * unit ? 1 : v < 5 * unit ? 2 : 5);
+}
+
+// The next round value: evenly spaced, or doubled, or 1 2 5 of every decade, or 1 of every few.
 static double next_tick(const Scale* s, double v) {
-  if (s->kind < SCALE_LOG2) return v + pow(2, ceil(log2(s->hi / 7)));
+  if (s->kind == SCALE_LINEAR) return v + round_down(s->hi / 5);
+  if (s->kind == SCALE_MIB) return v + pow(2, ceil(log2(s->hi / 7)));
+  if (s->kind == SCALE_LOG10 && s->hi / s->lo > 1e4) return v * (s->hi / s->lo > 1e12 ? 1e6 : 10);
   bool two = s->kind == SCALE_LOG10 && fabs(v / pow(10, floor(log10(v))) - 2) < 0.01;
   return two ? 2.5 * v : 2 * v;
 }
 
-static void draw_axes(const Axes* a, const char* title, const char* x_name, const char* y_name) {
-  const Box *b = &a->box, *in = &a->in;
-  static const double FIRST[] = {0, 0, 1, 1e-9};  // for every ScaleKind
-  double room = b->x1 - b->x0;
-  draw_text(b->x0, b->y0 + TITLE_SIZE, 0, room, TITLE_SIZE, INK_DARK, title);
-  draw_text(b->x0, b->y0 + TITLE_SIZE + 44, 0, room, LABEL_SIZE, INK_DIM, y_name);
-  draw_text((in->x0 + in->x1) / 2, in->y1 + 58, 0.5, room, LABEL_SIZE, INK_DIM, x_name);
-  for (double v = FIRST[a->y.kind]; v < a->y.hi; v = next_tick(&a->y, v)) {
-    if (v < a->y.lo) continue;
-    double at = round(to_pixel(&a->y, v));
-    Str name = format_num(v, a->y.kind == SCALE_MIB);
-    fill_box(in->x0, at - 1, in->x1, at, INK_GRID);
-    draw_text(in->x0 - 8, at + 7, 1, in->x0 - b->x0, LABEL_SIZE, INK_DIM, name.s);
-  }
-  for (double v = FIRST[a->x.kind]; v < a->x.hi; v = next_tick(&a->x, v)) {
+static const double FIRST_TICK[] = {0, 0, 1, 1e-9};  // for every ScaleKind
+
+static void draw_x_axis(const Axes* a, const char* name) {
+  const Box* in = &a->in;
+  double room = a->box.x1 - a->box.x0;
+  draw_text((in->x0 + in->x1) / 2, in->y1 + 58, 0.5, room, LABEL_SIZE, INK_DIM, name);
+  for (double v = FIRST_TICK[a->x.kind]; v < a->x.hi; v = next_tick(&a->x, v)) {
     if (v < a->x.lo) continue;
     double at = round(to_pixel(&a->x, v));
     fill_box(at - 1, in->y1, at + 1, in->y1 + 7, INK_DARK);
     draw_text(at, in->y1 + 28, 0.5, room, LABEL_SIZE, INK_DIM, format_num(v, false).s);
   }
   fill_box(in->x0, in->y1, in->x1, in->y1 + 2, INK_DARK);
+}
+
+static void draw_axes(const Axes* a, const char* title, const char* x_name, const char* y_name) {
+  const Box *b = &a->box, *in = &a->in;
+  double room = b->x1 - b->x0;
+  draw_text(b->x0, b->y0 + TITLE_SIZE, 0, room, TITLE_SIZE, INK_DARK, title);
+  draw_text(b->x0, b->y0 + TITLE_SIZE + 44, 0, room, LABEL_SIZE, INK_DIM, y_name);
+  for (double v = FIRST_TICK[a->y.kind]; v < a->y.hi; v = next_tick(&a->y, v)) {
+    if (v < a->y.lo) continue;
+    double at = round(to_pixel(&a->y, v));
+    Str name = format_num(v, a->y.kind == SCALE_MIB);
+    fill_box(in->x0, at - 1, in->x1, at, INK_GRID);
+    draw_text(in->x0 - 8, at + 7, 1, in->x0 - b->x0, LABEL_SIZE, INK_DIM, name.s);
+  }
+  draw_x_axis(a, x_name);
 }
 
 // Puts a label beside p, in the nearest of 64 places that has no ink; false where none is free.
@@ -201,6 +220,30 @@ static bool place_label(const Axes* a, Point p, Ink ink, const char* s) {
     if (is_free) draw_text(x, y + LABEL_SIZE / 2, 0.5, 2 * w, LABEL_SIZE, ink, s);
   }
   return is_free;
+}
+
+// The lowest two lines of a page of w x h pixels.
+static void draw_foot(int w, int h, const char* first, const char* second) {
+  draw_text(36, h - 54, 0, w - 72, LABEL_SIZE, INK_DIM, first);
+  draw_text(36, h - 28, 0, w - 72, LABEL_SIZE, INK_DIM, second);
+}
+
+// Turns the dots into a picture and puts it into dir, whole or not at all.
+static bool write_png(int w, int h, const char* dir, const char* name, char* err) {
+  ResultFile file;
+  int size = 0;
+  if (!result_open(&file, dir, name, err)) return false;
+  for (int i = 0; i < w * h * 3; i++) {
+    int x = i / 3 % w * DOTS, y = i / 3 / w * DOTS, shift = 16 - i % 3 * 8, sum = 0;
+    for (int d = 0; d < DOTS * DOTS; d++)
+      sum += INK_RGB[dots[y + d / DOTS][x + d % DOTS]] >> shift & 255;
+    rgb[i] = (uint8_t)(sum / (DOTS * DOTS));
+  }
+  uint8_t* png = stbi_write_png_to_mem(rgb, 3 * w, w, h, 3, &size);
+  if (!png) die("no memory to write %s", file.path);
+  fwrite(png, 1, (size_t)size, file.f);  // result_close() sees an error
+  free(png);
+  return result_close(&file, err);
 }
 
 // What the charts read: from a row, then from the rules and the probe. Memory adds up part by part.
@@ -319,6 +362,14 @@ static void name_points(const Axes* a, const SweepReport* r, const struct Chart*
   }
 }
 
+// False where nothing was measured that the chart could show: a table from elsewhere.
+static bool has_chart(const SweepReport* r, int chart) {
+  const struct Chart* c = &CHARTS[chart];
+  for (int i = 0; i < r->n_rows; i++)
+    if (!isnan(row_value(r, i, c->x)) && !isnan(row_value(r, i, c->y))) return true;
+  return false;
+}
+
 static Str sweep_title(const SweepReport* r, Str t) {
   if (r->knee.working < 0) t = format_str("No working point: %s", r->knee.why);
   return format_str("%s%s", r->simulated ? "Simulated. " : "", t.s);
@@ -357,41 +408,313 @@ static void draw_summary(Box b, const SweepReport* r, int w) {
   Str tip = format_str("Expect %s tokens/s, P%d %s ms/token.", tok.s, r->rules.percentile, ms.s);
   draw_text(b.x0, b.y0 + 36, 0, room, 36, INK_DARK, sweep_title(r, head).s);
   if (r->knee.working >= 0) draw_text(b.x0, b.y0 + 86, 0, room, 21, INK_DARK, tip.s);
-  for (int k = 0; k < 4; k++) {
-    double x = b.x0 + k % 2 * (width + 60), y = b.y0 + 140 + k / 2 * (height + 48);
+  for (int k = 0, at = 0; k < N_CHARTS && at < 4; k++) {
+    double x = b.x0 + at % 2 * (width + 60), y = b.y0 + 140 + at / 2 * (height + 48);
     Box panel = {x, y, x + width, y + height};
-    draw_chart(panel, r, w, k);
+    if (has_chart(r, k)) draw_chart(panel, r, w, k);
+    at += has_chart(r, k);
   }
 }
 
-// Draws the charts and then the summary, and puts each into dir, whole or not at all.
+// Draws the charts and then the summary, and puts each into dir.
 static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
-  int working = r->knee.working < 0 ? 0 : r->knee.working, size = 0;
+  int working = r->knee.working < 0 ? 0 : r->knee.working;
   for (int k = 0; k <= N_CHARTS && r->n_rows > 0; k++) {
     int w = k < N_CHARTS ? 1600 : MAX_W, h = k < N_CHARTS ? 1000 : MAX_H;
     const SweepRow* row = &r->rows[working];
     Box page = {36, 32, w - 36.0, h - 96.0};
-    ResultFile file;
-    if (!result_open(&file, dir, k < N_CHARTS ? CHARTS[k].file : "summary.png", err)) return false;
+    const char* name = k < N_CHARTS ? CHARTS[k].file : "summary.png";
+    if (k < N_CHARTS && !has_chart(r, k)) {  // nor may one of another run stay there
+      char old[4200];
+      snprintf(old, sizeof old, "%s/%s", dir, name);
+      remove(old);
+      continue;
+    }
     memset(dots, INK_NONE, sizeof dots);
     if (k < N_CHARTS) draw_chart(page, r, working, k);
     if (k == N_CHARTS) draw_summary(page, r, working);
     Str foot = format_str("%s on %s: %d tokens in, %d out; %d requests at batch %d", r->model,
                           r->device, row->input_len, row->output_len, row->n_requests, row->batch);
-    draw_text(36, h - 54, 0, w - 72, LABEL_SIZE, INK_DIM, foot.s);
-    foot = format_str("Why it stops: %s", r->knee.why);
-    draw_text(36, h - 28, 0, w - 72, LABEL_SIZE, INK_DIM, foot.s);
-    for (int i = 0; i < w * h * 3; i++) {
-      int x = i / 3 % w * DOTS, y = i / 3 / w * DOTS, shift = 16 - i % 3 * 8, sum = 0;
-      for (int d = 0; d < DOTS * DOTS; d++)
-        sum += INK_RGB[dots[y + d / DOTS][x + d % DOTS]] >> shift & 255;
-      rgb[i] = (uint8_t)(sum / (DOTS * DOTS));
-    }
-    uint8_t* png = stbi_write_png_to_mem(rgb, 3 * w, w, h, 3, &size);
-    if (!png) die("no memory to write %s", file.path);
-    fwrite(png, 1, (size_t)size, file.f);  // result_close() sees an error
-    free(png);
-    if (!result_close(&file, err)) return false;
+    if (row->input_len == 0 || row->output_len == 0 || row->n_requests == 0)
+      foot = format_str("%s on %s", r->model, r->device);  // that is all a foreign table says
+    draw_foot(w, h, foot.s, format_str("Why it stops: %s", r->knee.why).s);
+    if (!write_png(w, h, dir, name, err)) return false;
+  }
+  return true;
+}
+
+// ---- The charts of compare: who held which slot when, how long the requests waited, and that the
+// spread of output lengths is what makes the policies differ.
+// PRECONDITION of all: at most one result per policy; the points of variance.png by rising cv.
+
+static const Ink POLICY_INK[] = {INK_RED, INK_GREEN, INK_BLUE};
+static const double POLICY_WIDTH[] = {1.2, 1.8, 2.8};  // tells them apart in grey
+
+// A time, a latency or a ratio that can be drawn; NaN for what was never measured.
+static double usable(double v) {
+  return v > 0 && v < 1e30 ? v : NAN;
+}
+
+static Str format_ms(double ms) {
+  bool small = ms < 1000;
+  return format_str("%s %s", format_num(small ? ms : ms / 1000, false).s, small ? "ms" : "s");
+}
+
+static double policy_ms(const CompareReport* r, const PolicyResult* p, bool latency) {
+  double ms = latency ? at_percentile(p->ttft, r->percentile) : p->duration_s * 1000;
+  return p->completed > 0 ? usable(ms) : NAN;
+}
+
+// The fastest other policy against the first: to finish, or to a first token.
+static Str compare_title(const CompareReport* r, bool latency) {
+  const PolicyResult *first = r->results, *best = first;
+  for (int i = 1; i < r->n_results; i++) {
+    double ms = policy_ms(r, &first[i], latency);
+    if (ms > 0 && (best == first || ms < policy_ms(r, best, latency))) best = &first[i];
+  }
+  double own = policy_ms(r, best, latency), ratio = policy_ms(r, first, latency) / own;
+  const char* than = policy_names[first->policy];
+  bool same = best != first && best->completed == first->completed;
+  Str does = format_str("finishes %s%d requests", same ? "the same " : "", best->completed);
+  Str gain = format_str("%s times sooner than %s", format_num(ratio, false).s, than);
+  if (isnan(own)) return format_str("No request was completed");
+  if (latency) does = format_str("gives the first token (P%d)", r->percentile);
+  if (ratio < 1.05) gain = format_str("no sooner than %s", than);  // chance does that much
+  if (best == first || isnan(ratio)) gain = format_str("in %s", format_ms(own).s);
+  if (best != first && !same && !latency)
+    gain = format_str("against %d with %s", first->completed, than);
+  gain = format_str("%s batching %s %s", policy_names[best->policy], does.s, gain.s);
+  gain.s[0] = (char)toupper((unsigned char)gain.s[0]);
+  return gain;
+}
+
+static double last_release(const PolicyResult* p) {
+  double last = 0;
+  for (int i = 0; i < p->n_spans; i++) last = fmax(last, usable(p->spans[i].release));
+  return last;
+}
+
+// Seconds to pixels; what lies outside the chart is moved to its edge, NaN to its start.
+static double time_pixel(const Axes* a, double s) {
+  return fmin(fmax(to_pixel(&a->x, s), a->in.x0), a->in.x1);
+}
+
+// The prompt's padding takes its share of the prefill. A prefill too short to see still gets a
+// pixel, which parts neighbours.
+static void draw_span(const Axes* a, const Span* s, double y0, double y1) {
+  double start = time_pixel(a, s->start), finish = time_pixel(a, s->finish);
+  double first = isnan(s->first) ? finish : time_pixel(a, s->first);
+  double real = s->padded > s->prompt ? (double)s->prompt / s->padded : 1;
+  double read = start + (first - start) * real;
+  fill_box(first, y0, finish, y1, INK_BLUE);
+  fill_box(finish, y0, time_pixel(a, s->release), y1, INK_HATCH);
+  fill_box(read, y0, first, y1, INK_HATCH);
+  fill_box(start, y0, fmin(fmax(read, start + 1), finish), y1, INK_GOLD);
+  if (s->preempted && s->finish <= a->x.hi) fill_box(finish - 3, y0, finish, y1, INK_DARK);
+}
+
+// The numbers of one policy over its slots: a row each, with a gap to the next.
+static void draw_slots(const Axes* a, const PolicyResult* p, double row, const char* sooner) {
+  const Box* in = &a->in;
+  int rows = (int)round((in->y1 - in->y0) / row);
+  double end = last_release(p), right = time_pixel(a, end), middle = (in->y0 + in->y1) / 2;
+  double gap = fmin(row / 4, 3), room = a->box.x1 - right - 14;
+  Str tok = format_str("%s tokens/s", format_num(p->output_tok_s, false).s);
+  Str work = format_str("slots %s%% occupied", format_num(p->occupancy_pct, false).s);
+  Str padding = format_num(p->padding_pct, false);
+  padding = format_str("%s%% of computed tokens are padding", padding.s);
+  Str lost = format_str("%d preempted, %d rejected, %d timed out", p->preemptions, p->rejected,
+                        p->timed_out);
+  draw_text(in->x0, in->y0 - 12, 0, 140, 19, INK_DARK, policy_names[p->policy]);
+  draw_text(in->x0 + 170, in->y0 - 12, 0, 140, LABEL_SIZE, INK_DARK, tok.s);
+  draw_text(in->x0 + 330, in->y0 - 12, 0, 200, LABEL_SIZE, INK_DARK, work.s);
+  draw_text(in->x0 + 550, in->y0 - 12, 0, 350, LABEL_SIZE, INK_DARK, padding.s);
+  if (p->preemptions + p->rejected + p->timed_out > 0)
+    draw_text(in->x0 + 920, in->y0 - 12, 0, 520, LABEL_SIZE, INK_DARK, lost.s);
+  for (int i = 0; i < rows; i++)
+    fill_box(in->x0, in->y0 + i * row, right, in->y0 + (i + 1) * row - gap, INK_GRID);
+  for (int i = 0; i < p->n_spans; i++) {
+    const Span* s = &p->spans[i];
+    double y = in->y0 + s->slot * row;
+    if (s->slot >= 0 && s->slot < rows && s->start < a->x.hi) draw_span(a, s, y, y + row - gap);
+  }
+  draw_text(in->x0 - 10, in->y0 + 14, 1, 80, LABEL_SIZE, INK_DIM, "slot 1");
+  draw_text(in->x0 - 10, in->y1 - gap, 1, 80, LABEL_SIZE, INK_DIM, format_str("slot %d", rows).s);
+  if (end <= a->x.hi) fill_box(right, in->y0 - 4, right + 2, in->y1 + 4 - gap, INK_DARK);
+  Str done = format_str("%s %s", end > a->x.hi ? "until" : "done:", format_ms(end * 1000).s);
+  draw_text(right + 14, middle + 4, 0, room, 19, INK_DARK, done.s);
+  draw_text(right + 14, middle + 28, 0, room, LABEL_SIZE, INK_DIM, sooner);
+}
+
+static void draw_keys(double x, double y, bool preempted) {
+  static const struct {
+    int ink, width;
+    const char* name;
+  } KEYS[] = {{INK_GOLD, 24, "prefill: reads the prompt"},
+              {INK_BLUE, 24, "decode: writes the answer"},
+              {INK_HATCH, 24, "padding: computed for nobody"},
+              {INK_GRID, 24, "idle slot"},
+              {INK_DARK, 3, "preempted"}};
+  for (int i = 0; i < (preempted ? 5 : 4); i++) {
+    fill_box(x, y - 16, x + KEYS[i].width, y + 2, KEYS[i].ink);
+    draw_text(x + KEYS[i].width + 8, y, 0, 400, LABEL_SIZE, INK_DARK, KEYS[i].name);
+    x += KEYS[i].width + text_width(KEYS[i].name, LABEL_SIZE) + 48;
+  }
+}
+
+// A panel per policy over a common time axis. Returns the height of the page, in pixels.
+static int draw_schedule(const CompareReport* r) {
+  enum { MAX_ROWS = 64, MAX_STAYS = 100 };  // of a slot: more could not be told apart
+  int slots = 1, preemptions = 0;
+  double end = 0, stays = 0, y = 106;
+  for (int i = 0; i < r->n_results; i++) {
+    const PolicyResult* p = &r->results[i];
+    slots = p->slots > slots ? p->slots : slots;
+    end = fmax(end, last_release(p));
+    preemptions += p->preemptions;
+    stays = fmax(stays, (double)p->n_spans / (p->slots > 0 ? p->slots : 1));
+  }
+  int shown = slots < MAX_ROWS ? slots : MAX_ROWS;
+  if (end < 1e-9) end = 1;
+  double window = stays > MAX_STAYS ? round_down(end * MAX_STAYS / 2 / stays) : end;
+  double row = fmin(fmax(floor(800.0 / (r->n_results * shown)), 4), 30);
+  Scale time = {SCALE_LINEAR, 0, window, 120, 1400};
+  Axes a = {{36, 32, 1564, 0}, {time.from, 0, time.to, 0}, time, time};
+  draw_keys(a.in.x0, y, preemptions > 0);
+  for (int i = 0; i < r->n_results; i++) {
+    const PolicyResult* p = &r->results[i];
+    double ratio = policy_ms(r, r->results, false) / policy_ms(r, p, false);
+    bool same = p->completed == r->results->completed;
+    Str sooner = format_str("%s times sooner", format_num(ratio, false).s);
+    a.in.y0 = y + 60;
+    a.in.y1 = y = a.in.y0 + row * (p->slots < shown ? p->slots : shown);
+    draw_slots(&a, p, row, same && ratio >= 1.05 ? sooner.s : "");
+  }
+  a.in.y1 = y + 8;
+  Str name = format_str("seconds since the first request's arrival");
+  Str first = format_num(window, false), all = format_num(end, false);
+  if (window < end) name = format_str("%s; shown: the first %s of %s", name.s, first.s, all.s);
+  if (shown < slots) name = format_str("%s; shown: slots 1 to %d of %d", name.s, shown, slots);
+  draw_x_axis(&a, name.s);
+  return (int)fmin(y + 170, MAX_H);
+}
+
+// The share of requests that were served by then, as a staircase over n ascending latencies.
+static void draw_cdf(const Axes* a, const double* ms, int n, Policy policy) {
+  Point last = {NAN, a->in.y1};
+  for (int k = 1; k <= 500 && n > 0; k++) {
+    int rank = (int)ceil(k / 500.0 * n);
+    Point p = {to_pixel(&a->x, usable(ms[rank - 1])), to_pixel(&a->y, 100.0 * rank / n)};
+    Point corner = {p.x, last.y};
+    draw_segment(last, corner, POLICY_WIDTH[policy], 0, POLICY_INK[policy]);
+    draw_segment(corner, p, POLICY_WIDTH[policy], 0, POLICY_INK[policy]);
+    if (!isnan(p.x)) last = p;
+  }
+}
+
+static void draw_latency(Box b, const CompareReport* r, bool first) {
+  const double* ms[N_POLICIES];
+  Percentiles all[N_POLICIES];
+  Axes a = new_axes(b, 210, SCALE_LOG10, SCALE_LINEAR);
+  include_value(&a.x, r->slo_ttft_ms);
+  include_value(&a.y, 100);
+  for (int i = 0; i < r->n_results; i++) {
+    const PolicyResult* p = &r->results[i];
+    ms[i] = first ? p->ttft_ms : p->e2e_ms;
+    all[i] = first ? p->ttft : p->e2e;
+    for (int k = 0; k < p->ttft.n; k++) include_value(&a.x, p->ttft_ms[k]);
+    for (int k = 0; k < p->e2e.n; k++) include_value(&a.x, p->e2e_ms[k]);
+  }
+  draw_axes(&a, "", "ms since the request's arrival",
+            first ? "% of requests that have their first token (TTFT)"
+                  : "% of requests that have their last token (E2E)");
+  Point foot = {to_pixel(&a.x, first ? usable(r->slo_ttft_ms) : NAN), a.in.y1};
+  Point top = {foot.x, a.in.y0};
+  draw_segment(foot, top, 1, AS_LIMIT, INK_DARK);
+  for (int i = 0; i < r->n_results; i++) draw_cdf(&a, ms[i], all[i].n, r->results[i].policy);
+  place_label(&a, foot, INK_DARK, format_str("SLO %s", format_ms(r->slo_ttft_ms).s).s);
+  for (int i = 0; i < r->n_results; i++) {
+    Policy policy = r->results[i].policy;
+    double value = usable(at_percentile(all[i], r->percentile));
+    Point p = {to_pixel(&a.x, value), to_pixel(&a.y, r->percentile)};
+    Str s = format_str("%s: P%d %s (%d)", policy_names[policy], r->percentile, format_ms(value).s,
+                       all[i].n);
+    draw_segment(p, p, 6, 0, POLICY_INK[policy]);
+    if (isnan(p.x)) p.x = (a.in.x0 + a.in.x1) / 2;  // no sample: says so
+    place_label(&a, p, POLICY_INK[policy], s.s);
+  }
+}
+
+// What continuous batching gains over static: as the lengths alone would have it, or measured.
+static double gain_of(const VariancePoint* p, bool measured) {
+  double gain = measured ? p->continuous_tok_s / p->static_tok_s : p->ideal;
+  return p->cv >= 0 && p->cv < 1e30 ? usable(gain) : NAN;
+}
+
+static Str variance_title(const CompareReport* r) {
+  const VariancePoint *low = r->points, *high = low + r->n_points - 1;
+  Str least = format_num(gain_of(low, true), false), most = format_num(gain_of(high, true), false);
+  Str more = format_str(", %s at %.3g", most.s, high->cv);
+  return format_str("Continuous batching gives %s times static's tokens/s at spread %.3g%s",
+                    least.s, low->cv, low == high ? "" : more.s);
+}
+
+static void draw_variance(Box b, const CompareReport* r) {
+  static const Ink INKS[] = {INK_DARK, INK_BLUE};
+  Axes a = new_axes(b, 210, SCALE_LINEAR, SCALE_LINEAR);
+  Point last[] = {{NAN, NAN}, {NAN, NAN}};  // ideal, measured
+  include_value(&a.x, 1);
+  include_value(&a.y, 1);
+  for (int i = 0; i < 2 * r->n_points; i++) {
+    include_value(&a.x, r->points[i / 2].cv);
+    include_value(&a.y, gain_of(&r->points[i / 2], i % 2));
+  }
+  a.x.from += 40;  // a spread of zero is a point like others
+  draw_axes(&a, "", "spread of the output lengths: standard deviation / mean",
+            "output tokens/s: continuous / static");
+  Point one = {a.in.x0, to_pixel(&a.y, 1)}, right = {a.in.x1, one.y};
+  draw_segment(one, right, 1, AS_LIMIT, INK_DARK);
+  for (int i = 0; i < 2 * r->n_points; i++) {
+    double gain = gain_of(&r->points[i / 2], i % 2);
+    Point p = {to_pixel(&a.x, r->points[i / 2].cv), to_pixel(&a.y, gain)};
+    draw_segment(last[i % 2], p, 1.8, i % 2 ? AS_SOLID : AS_DASHES, INKS[i % 2]);
+    draw_segment(p, p, i % 2 ? 6 : 4, 0, INKS[i % 2]);
+    if (!isnan(gain)) last[i % 2] = p;
+  }
+  place_label(&a, right, INK_DARK, "1: as good as static");
+  place_label(&a, last[0], INK_DARK, "ideal, from the lengths alone");
+  place_label(&a, last[1], INK_BLUE, "measured");
+  for (const VariancePoint* v = r->points; v < r->points + r->n_points; v++) {
+    Point p = {to_pixel(&a.x, v->cv), to_pixel(&a.y, gain_of(v, true))};
+    Str gain = format_num(gain_of(v, true), false);
+    place_label(&a, p, INK_BLUE, format_str("%s: %s", v->name, gain.s).s);
+  }
+}
+
+// Draws the charts and puts each into dir: who held which slot, how long requests waited, and what
+// the spread of lengths has to do with it.
+__attribute__((unused)) static bool plot_compare(const CompareReport* r, const char* dir,
+                                                 char* err) {
+  static const char* const FILES[] = {"schedule.png", "policies.png", "variance.png"};
+  static const char* const NOTES[] = {
+      "A slot is a row of the batch. Static batching frees all when the longest answer of a batch "
+      "ends; continuous batching frees each at once.",
+      "TTFT: time to the first token, with queueing. E2E: to the last. In brackets: requests.",
+      "Ideal: longest output of a static batch / mean output; every row runs for the longest."};
+  for (int k = 0; k < (r->n_points > 0 ? 3 : 2) && r->n_results > 0; k++) {
+    int h = k == 1 ? 1260 : 1000;
+    Box page = {36, 32, 1564, 904}, top = {36, 32, 1564, 600}, bottom = {36, 584, 1564, 1160};
+    memset(dots, INK_NONE, sizeof dots);
+    if (k == 0) h = draw_schedule(r);
+    if (k == 1) draw_latency(top, r, true);
+    if (k == 1) draw_latency(bottom, r, false);
+    if (k == 2) draw_variance(page, r);
+    Str title = k == 2 ? variance_title(r) : compare_title(r, k == 1);
+    title = format_str("%s%s", r->simulated ? "Simulated. " : "", title.s);
+    draw_text(36, 32 + TITLE_SIZE, 0, 1528, TITLE_SIZE, INK_DARK, title.s);
+    Str foot = format_str("%s on %s: %s", r->model, r->device, r->workload);
+    draw_foot(1600, h, foot.s, NOTES[k]);
+    if (!write_png(1600, h, dir, FILES[k], err)) return false;
   }
   return true;
 }

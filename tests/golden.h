@@ -41,8 +41,10 @@ static void run_golden_case(Device* d, const Weights* w, int index, const unsign
   memset(&stats, 0, sizeof stats);
   make_request(&r, &w->config, n, OUT, 0, 0);
   for (int i = 0; i < n; i++) r.tokens[i] = prompt[i];
-  Workload load = {&r, 1, n, false};
+  Limits limits = {1, n, 0, 0, 0, 0, 0, 0};
+  Workload load = {&r, 1, POLICY_CONTINUOUS, limits, false, NULL};
   run_requests(&e, &load, INFINITY, &stats);
+  free(stats.spans);
   int agreed = 0;
   while (agreed < OUT && r.tokens[n + agreed] == (int)greedy[agreed]) agreed++;
   bool close_call =

@@ -70,8 +70,10 @@ static int compare_greedy(Device* d, const Weights* w, const char* name, const R
   }
   EngineSize size = {256, n_cases, longest + n_greedy, 0};
   if (engine_open(&e, d, w, size, err) != ROW_OK) die("%s", err);
-  Workload load = {r, n_cases, 256, false};
+  Limits limits = {n_cases, 256, 0, 0, 0, 0, 0, 0};
+  Workload load = {r, n_cases, POLICY_CONTINUOUS, limits, false, NULL};
   run_requests(&e, &load, INFINITY, &stats);
+  free(stats.spans);
   for (int i = 0; i < n_cases; i++) {
     const int* got = r[i].tokens + cases[i].n;
     int agreed = 0;

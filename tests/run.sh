@@ -27,7 +27,10 @@ for t in "$@"; do
   one "$t" "build/$t"
   one "$t (sanitized)" "build/$t-san"
 done
-one "command line (sanitized)" tests/test_cli.sh build/bs-san
-one "command line" tests/test_cli.sh "$(if [ -x bs ]; then echo ./bs; else echo ./bs-cpu; fi)"
+program=$(if [ -x bs ]; then echo ./bs; else echo ./bs-cpu; fi)
+for t in test_cli test_compare; do
+  one "$t (sanitized)" tests/$t.sh build/bs-san
+  one "$t" tests/$t.sh "$program"
+done
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]

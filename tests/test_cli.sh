@@ -1,37 +1,7 @@
 #!/bin/sh
 # The program from outside: what it prints, which files it leaves, its exit status, for good and for bad input.
 # Usage: tests/test_cli.sh PROGRAM. Ends with "N passed, N failed".
-bs=$1
-tmp=$(mktemp -d) || exit 1
-trap 'chmod -R u+w "$tmp"; rm -rf "$tmp"' EXIT
-passed=0
-failed=0
-ok() {  # description, condition's exit status
-  if [ "$2" -eq 0 ]; then
-    passed=$((passed + 1))
-  else
-    failed=$((failed + 1))
-    echo "FAILED: $1"
-    [ -f "$tmp/out" ] && head -n 12 "$tmp/out"
-  fi
-}
-run() {  # wanted status, words that must appear in one line of output, command...
-  want=$1
-  words=$2
-  shift 2
-  "$@" >"$tmp/out" 2>&1
-  got=$?
-  [ $got -eq "$want" ] && grep -q -e "$words" "$tmp/out"
-  ok "status $got, not $want, or no '$words': $*" $?
-}
-bad() {  # words, arguments...: usage errors are one line on stderr, nothing on stdout, exit 2
-  words=$1
-  shift
-  "$bs" "$@" >"$tmp/stdout" 2>"$tmp/out"
-  got=$?
-  [ $got -eq 2 ] && [ "$(wc -l <"$tmp/out")" -eq 1 ] && ! [ -s "$tmp/stdout" ] && grep -q -e "$words" "$tmp/out"
-  ok "usage error: status $got, wanted '$words': $*" $?
-}
+. tests/cli.sh
 tiny="--device cpu --model weights/tiny"
 small="$tiny --input-len 8 --output-len 4 --repeats 1"
 
@@ -61,6 +31,19 @@ bad 'context of 1024' $tiny --input-len 1000 --output-len 100
 bad 'context of 1024' generate $tiny --prompt a --output-len 1024
 bad 'vocabulary of 256' generate --device cpu --model cpu-90m --prompt a
 bad 'empty' generate $tiny --prompt ''
+
+bad 'needs a FILE' knee
+bad 'percentile' knee tests/data/vllm_summary.csv --percentile 42
+bad 'batches' knee tests/data/vllm_summary.csv --batches 1
+bad 'unknown option' knee tests/data/vllm_summary.csv tests/data/vllm_summary.csv
+bad 'device sim:h100' plan --model llama-2-7b
+bad 'device sim:h100' plan --model llama-2-7b --device cpu
+bad '4060-laptop' plan --device sim:h101
+bad 'rate=40e12' plan --device sim:mem=8G
+bad 'gpus' plan --device sim:h100 --gpus 0
+bad "kv '" plan --device sim:h100 --kv int4
+bad 'divide the 32 query heads' plan --device sim:h100 --model llama-2-7b --kv-heads 1,5
+bad 'context of 4096' plan --device sim:h100 --model llama-2-7b --input-len 4000 --output-len 97
 
 run 1 'neither a directory nor a preset' "$bs" --device cpu --model no-such-model
 run 1 'config.json' "$bs" --device cpu --model tests
@@ -157,6 +140,44 @@ printf 'Dear \n\nLong ago\n' >"$tmp/prompts"
 ok "prompts from a file, empty lines skipped" $?
 [ "$("$bs" generate $tiny --seed 1 --temperature 1 --json --prompt M)" != "$("$bs" generate $tiny --seed 2 --temperature 1 --json --prompt M)" ]
 ok "the seed matters" $?
+
+# knee: anyone's table to advice and the same files, without the charts that have no data; nothing old stays there.
+rm -rf "$tmp/k" && mkdir "$tmp/k" && : >"$tmp/k/memory.png"
+run 0 'Working point: batch 192, 3687.0 tok/s' "$bs" knee tests/data/sweep_vllm_h100_bg_llama-2-7b.csv --out "$tmp/k"
+grep -q '  256 .* stop: jump' "$tmp/out"
+ok "the walk names the stop" $?
+[ "$(cd "$tmp/k" && echo *)" = "config.json frontier.png latency.png summary.png sweep.csv throughput.png" ]
+ok "knee's files: $(cd "$tmp/k" && echo *)" $?
+run 0 'Working point: batch 32,' "$bs" knee tests/data/sweep_vllm_h100_bg_llama-2-7b.csv --percentile 99 --slo-tpot 25 --out "$tmp/k"
+run 0 'No working point' "$bs" knee tests/data/vllm_summary.csv --slo-tpot 5 --out "$tmp/k"
+run 1 'neither tpot_p95_ms' "$bs" knee tests/data/vllm_summary.csv --percentile 95 --out "$tmp/k"
+run 1 'columns: missing batch' "$bs" knee tests/run.sh --out "$tmp/k"
+run 1 'No such file' "$bs" knee "$tmp/none.csv"
+run 1 'output-len choose' "$bs" knee tests/data/llama_batched_bench.jsonl --out "$tmp/k"
+run 0 'Working point: batch 4,' "$bs" knee tests/data/llama_batched_bench.jsonl --input-len 128 --out "$tmp/k"
+grep -q 'max-model-len 256 ' "$tmp/k/config.json"
+ok "lengths of the file reach the flags" $?
+# Our own table gives the same advice as the run that wrote it, and stays as it is.
+"$bs" $small --batches 1,2,4 --out "$tmp/k" >"$tmp/sweep.out" 2>/dev/null
+cp "$tmp/k/sweep.csv" "$tmp/before.csv"
+run 0 "$(grep '^Working point' "$tmp/sweep.out")" "$bs" knee "$tmp/k/sweep.csv" --out "$tmp/k"
+cmp -s "$tmp/k/sweep.csv" "$tmp/before.csv" && [ -s "$tmp/k/memory.png" ]
+ok "knee leaves the file that it reads alone" $?
+
+# plan: no GPU, no weights; the article's figures.
+run 0 '4096 *1.250 *11 ' "$bs" plan --model llama-2-70b --device sim:h100 --out "$tmp/p"
+grep -q '^2 cards, as ideal tensor parallelism' "$tmp/out" && grep -q '320.0 KiB per token' "$tmp/out"
+ok "cards and KV per token" $?
+[ "$(ls "$tmp/p" | wc -l)" -eq 8 ] && grep -q '"source": "simulated"' "$tmp/p/config.json"
+ok "plan's files" $?
+grep -q 'tensor-parallel-size 2' "$tmp/p/config.json"
+ok "plan's flags know the cards" $?
+run 1 'weights 128.5 GiB.*it needs --gpus 2' "$bs" plan --model llama-2-70b --device sim:h100 --gpus 1 --out "$tmp/p"
+run 1 'more than --gpus 1024' "$bs" plan --model llama-2-7b --device sim:h100 --vram 100M --out "$tmp/p"
+run 0 'Simulated: weights/tiny on mem=8G' "$bs" plan --model weights/tiny --device sim:mem=8G,bw=256e9,rate=40e12 --out "$tmp/p"
+run 1 'config.json' "$bs" plan --model no-such-model --device sim:h100 --out "$tmp/p"
+run 0 '^       1  *16.0 ' "$bs" plan --model llama-2-7b --device sim:a100-80g --kv-heads 1,8,32 --out "$tmp/p"
+run 0 'fp8' "$bs" plan --device sim:4060-laptop --kv fp8 --out "$tmp/p"
 
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]

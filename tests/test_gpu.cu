@@ -286,16 +286,19 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
   for (int i = 0; i < most; i++) {
     EngineSize size = {150, 1, 150 + out, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
-    Workload alone = {&one[i], 1, 150, false};
+    Limits limits = {1, 150, 0, 0, 0, 0, 0, 0};
+    Workload alone = {&one[i], 1, POLICY_STATIC, limits, false, NULL};
     run_requests(&e, &alone, INFINITY, &stats);
     engine_close(&e);
   }
   for (int b = 0; b < n_batches; b++) {
-    int steps[] = {64, 1000};
-    for (int s = 0; s < 2; s++) {
+    int steps[] = {64, 1000, 1000, 300};
+    Policy policies[] = {POLICY_STATIC, POLICY_STATIC, POLICY_CONTINUOUS, POLICY_CONTINUOUS};
+    for (int s = 0; s < 4; s++) {
       EngineSize size = {steps[s], batches[b], 150 + out, 0};
       if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
-      Workload batch = {all, batches[b], steps[s], false};
+      Limits limits = {batches[b], steps[s], 0, 0, 0, 0, 0, 0};
+      Workload batch = {all, batches[b], policies[s], limits, false, NULL};
       run_requests(&e, &batch, INFINITY, &stats);
       engine_close(&e);
       int differ = 0;
@@ -305,6 +308,7 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
             model, d->name, differ, batches[b], steps[s]);
     }
   }
+  free(stats.spans);
   weights_close(&w, d);
   free_model(&m);
 }

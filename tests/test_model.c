@@ -236,7 +236,8 @@ static void test_identity(Device* d) {
     one[i].temperature = all[i].temperature = i % 3 == 2 ? 0.8f : 0;
     EngineSize size = {90, 1, 128, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
-    Workload alone = {&one[i], 1, 90, false};
+    Limits limits = {1, 90, 0, 0, 0, 0, 0, 0};
+    Workload alone = {&one[i], 1, POLICY_STATIC, limits, false, NULL};
     run_requests(&e, &alone, INFINITY, &stats);
     engine_close(&e);
   }
@@ -244,7 +245,8 @@ static void test_identity(Device* d) {
     int batch = batches[i / 2], chunk = chunks[i % 2], differ = 0;
     EngineSize size = {chunk, batch, 128, 0};
     if (engine_open(&e, d, &w, size, err) != ROW_OK) die("%s", err);
-    Workload together = {all, batch, chunk, false};
+    Limits limits = {batch, chunk, 0, 0, 0, 0, 0, 0};
+    Workload together = {all, batch, (Policy)(i % N_POLICIES), limits, false, NULL};
     run_requests(&e, &together, INFINITY, &stats);
     engine_close(&e);
     for (int r = 0; r < batch; r++)
@@ -252,6 +254,7 @@ static void test_identity(Device* d) {
     CHECK(differ == 0, "batch %d, chunks of %d: %d requests have other tokens than alone", batch,
           chunk, differ);
   }
+  free(stats.spans);
   free_requests(one, MOST);
   free_requests(all, MOST);
   weights_close(&w, d);

@@ -485,7 +485,7 @@ static void test_config(void) {
   s.knee = knee(rows, 1, s.rules);
   text = config_text(&s);
   CHECK(has(text, "\"total_token_budget\": null,") && has(text, "\"request_timeout_s\": null,"));
-  CHECK(has(text, "\"--parallel 7 --batch-size 2048 ") && !has(text, "nan"));
+  CHECK(has(text, "\"--parallel 7 --batch-size 2048\"") && !has(text, "nan"));
   s.n_rows = 0;
   s.knee = knee(rows, 0, s.rules);
   CHECK(has(config_text(&s), "no batch size was measured"));
@@ -614,10 +614,10 @@ static void test_options_refused(void) {
   CHECK(refused("--bacthes 1", "unknown option '--bacthes'", "--help"));
   CHECK(refused("-q", "unknown option '-q'", "--help"));
   CHECK(refused("--", "unknown option '--'", "--help"));
-  CHECK(refused("swep", "swep", "sweep|generate"));
+  CHECK(refused("swep", "swep", "sweep|compare|generate|plan|knee"));
   CHECK(refused("sweep generate", "unknown option 'generate'", ""));
   CHECK(refused("--input-len", "write it as --input-len N", ""));
-  CHECK(refused("--input-len=", "--input-len ''", "allowed is N from 1"));
+  CHECK(refused("--input-len=", "--input-len ''", "allowed is N|DIST from 1"));
   CHECK(refused("--model --quiet", "write it as --model", "DIR|PRESET"));
   CHECK(refused("--quiet=1", "write it as --quiet", ""));
   CHECK(refused("--seed 1 --seed 2", "--seed is given twice", ""));
@@ -626,7 +626,7 @@ static void test_options_refused(void) {
   for (int i = 0; i < 9; i++) {
     char line[64];
     snprintf(line, sizeof line, "--output-len %s", numbers[i]);
-    CHECK(refused(line, numbers[i], "allowed is N from 1 to 1000000"));
+    CHECK(refused(line, numbers[i], "allowed is N|DIST from 1 to 1000000"));
   }
   const char* reals[] = {"0", "-5", "nan", "inf", "1e999", "5ms", "1,5", "0x1p3", "."};
   for (int i = 0; i < 9; i++) {
