@@ -1,5 +1,5 @@
 #!/bin/sh
-# Fuzzes one loader: tests/fuzz.sh loader|tokenizer [seconds]. Needs clang with libFuzzer and python3 (for the seeds).
+# Fuzzes one loader: tests/fuzz.sh loader|tokenizer|trace|knee [seconds]. Needs clang with libFuzzer and python3 (for the seeds).
 # Builds build/fuzz_NAME, keeps its findings in build/fuzz/NAME; a crash leaves build/fuzz/NAME-crash-*.
 cd "$(dirname "$0")/.." || exit 1
 name=${1:?which?}

@@ -60,12 +60,32 @@ def tokenizer_seeds():
         yield bytes([2 * (i % 3) + 1]) + text
 
 
+def trace_seeds():
+    yield b"TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n" \
+        b"2023-11-16 18:15:50.9951690,396,109\n"
+    yield b"arrival_s,prompt_tokens,output_tokens\r\n0.5,1,2\r\n0.25,100,7\r\n\r\n1e3,5,5"
+    yield b"x,output_tokens,arrival_s,prompt_tokens\n,3,1,2\n"
+
+
+def knee_seeds():
+    for path in glob.glob(os.path.join(HERE, "data", "*")):
+        yield b"".join(read(path).splitlines(True)[:4])
+    yield b"batch,output_tok_s,tpot_p95_ms,status,reason\n1,10,5,ok,\n2,19,5.1,ok,\n4,,,skipped," \
+        b"\"KV needs 9, 6 left\"\n"
+
+
+SEEDS = {"loader": loader_seeds, "tokenizer": tokenizer_seeds, "trace": trace_seeds,
+         "knee": knee_seeds}
+SOURCES = {"loader": "weights/loader.h", "tokenizer": "weights/tokenizer.h", "trace": "bs.cu",
+           "knee": "interop.h"}
+
+
 def main():
     name, folder, dictionary = sys.argv[1:]
-    for i, seed in enumerate({"loader": loader_seeds, "tokenizer": tokenizer_seeds}[name]()):
+    for i, seed in enumerate(SEEDS[name]()):
         with open(os.path.join(folder, f"seed-{i}"), "wb") as f:
             f.write(seed)
-    source = read(os.path.join(HERE, "..", "weights", name + ".h")).decode()
+    source = read(os.path.join(HERE, "..", SOURCES[name])).decode()
     words = set(re.findall(r'"([a-zA-Z0-9_.]{3,30})"', source)) | {"null", "true", "1e308", "NaN"}
     with open(dictionary, "w") as f:
         f.writelines(f'"\\"{w}\\""\n"{w}"\n' for w in sorted(words))
