@@ -302,7 +302,8 @@ static void device_free_all(Device* d, MemTag tag) {
 static double cpu_probe_bandwidth(const Device* d) {
   (void)d;
   size_t bytes = (size_t)512 << 20;  // many times the last-level cache
-  float* p = (float*)cpu_alloc(bytes);
+  float* p;
+  while (!(p = (float*)cpu_alloc(bytes)) && bytes > (size_t)32 << 20) bytes /= 2;
   if (!p) return 0;
   double best = 0;
   for (int round = 0; round < 10; round++) {
@@ -360,7 +361,9 @@ static bool device_open(Device* d, const Backend* api, size_t vram, char* err) {
   d->limit = vram && vram < d->total ? vram : d->total;
   d->bandwidth = api->probe_bandwidth(d);
   d->rate = api->probe_rate(d);
-  return true;
+  if (d->bandwidth > 0 && d->rate > 0) return true;
+  snprintf(err, ERR_LEN, "%s: too little memory is left to probe its speed", d->name);
+  return false;
 }
 
 static void device_close(Device* d) {
@@ -2362,7 +2365,9 @@ static void print_continuation(const Tokenizer* t, const Request* r, const char*
     put_json_bytes(stdout, text, length);
     printf(", \"ids\": [");
     for (int i = 0; i < r->n_new; i++) printf("%s%d", i ? ", " : "", r->tokens[r->n_prompt + i]);
-    printf("], \"finish\": \"%s\"}\n", r->ended ? "eos" : "length");
+    printf("], \"finish\": \"%s\"}\n", r->ended                ? "eos"
+                                       : r->status == FINISHED ? "length"
+                                                               : "interrupted");
   }
   free(text);
 }

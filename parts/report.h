@@ -104,8 +104,11 @@ static void result_drop(ResultFile* r) {
 
 static bool result_close(ResultFile* r, char* err) {
   bool written = !ferror(r->f);  // no earlier row failed
+  errno = written ? 0 : ENOSPC;  // why it did is long forgotten; this is the usual reason
   if (fclose(r->f) == 0 && written && rename(r->tmp, r->path) == 0) return true;
-  return say(err, ERR_LEN, "%.300s: cannot write: %s", r->path, strerror(errno));
+  say(err, ERR_LEN, "%.300s: cannot write: %s", r->path, strerror(errno));
+  remove(r->tmp);
+  return false;
 }
 
 // PRECONDITION: at least one row. Whatever would follow from a working point is null without one.

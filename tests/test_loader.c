@@ -3,6 +3,7 @@
 #define BS_NO_MAIN
 #include "../bs.cu"
 #include "check.h"
+#include "mutate.h"
 #include <sys/wait.h>
 
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
@@ -454,34 +455,7 @@ static void test_shards(void) {
   check_values("shards", false);
 }
 
-// ---- Damage: bit flips, cuts, copies, removals and insertions, from one fixed seed
-static size_t random_below(size_t n) {
-  static uint64_t state = 88172645463325252u;
-  state ^= state << 13;
-  state ^= state >> 7;
-  state ^= state << 17;
-  return (size_t)(state >> 11) % n;
-}
-
-// Into changed. Three of four edits fall in the first `focus` bytes, where the structure is.
-static size_t mutate(const unsigned char* from, size_t len, size_t focus) {
-  static const char PIECES[] = "{}[]\":,0123456789-+.eE\\u\ntfn \xff";
-  memcpy(changed, from, len);
-  for (size_t edits = 1 + random_below(3); edits > 0 && len > 0; edits--) {
-    const size_t range = random_below(4) && focus < len ? focus : len, at = random_below(range);
-    const size_t other = random_below(range), left = len - (at > other ? at : other);
-    const size_t n = 1 + random_below(left < 40 ? left : 40);
-    const size_t kind = random_below(5);
-    if (kind == 0) changed[at] ^= (unsigned char)(1 << random_below(8));
-    if (kind == 1) changed[at] = (unsigned char)PIECES[random_below(sizeof(PIECES) - 1)];
-    if (kind == 2) len = at;
-    if (kind == 3) memmove(changed + at, changed + other, n);          // over what was there
-    if (kind == 4) memmove(changed + at + n, changed + at, len - at);  // twice
-    if (kind == 4) len += n;
-  }
-  return len;
-}
-
+// ---- Damage
 // A damaged directory loads, or is refused in one good line. What loads can be read to its end.
 static bool survives(void) {
   Model m;
@@ -503,7 +477,7 @@ static void mutate_file(const char* file, const void* good_bytes, size_t len, si
   int loaded = 0, bad = 0;
   memcpy(original, good_bytes, len);
   for (int i = 0; i < 2000; i++) {
-    write_bytes(file, changed, mutate(original, len, i % 4 ? focus : 16));
+    write_bytes(file, changed, mutate(changed, original, len, i % 4 ? focus : 16));
     bad += !survives();
     loaded += err[0] == '\0';
   }
