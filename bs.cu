@@ -1489,6 +1489,24 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
   return k;
 }
 
+// What a step takes beyond its roofline, in us: launches, waits, host. Measured once, at the first
+// row that ran; NaN without one. Roofline + this is the prediction for all others.
+static double step_overhead(const SweepRow* rows, int n) {
+  for (int i = 0; i < n; i++)
+    if (rows[i].status == ROW_OK && rows[i].step_us > 0) return rows[i].step_us - rows[i].roof_us;
+  return NAN;
+}
+
+// The largest error of that prediction, in %.
+static double prediction_error(const SweepRow* rows, int n) {
+  double worst = 0, overhead = step_overhead(rows, n);
+  for (int i = 0; i < n; i++) {
+    if (rows[i].status != ROW_OK || !(rows[i].step_us > 0)) continue;
+    worst = fmax(worst, fabs(100 * ((rows[i].roof_us + overhead) / rows[i].step_us - 1)));
+  }
+  return worst;
+}
+
 #include "parts/interop.h"
 #include "parts/report.h"
 
@@ -1778,12 +1796,13 @@ static int cmd_sweep(Session* s, const Options* o) {
           "interrupted after batch %d: larger ones are unknown", rows[report.n_rows - 1].batch);
     printf("\n");
     print_knee(stdout, &report);
+    print_prediction(stdout, &report);
     if (!write_config_json(o->out, &report, "fp16", o->step_tokens, err) ||
         !plot_sweep(&report, o->out, err))
       return give_up(1, err);
     printf(
         "\n%s/: sweep.csv config.json throughput.png latency.png memory.png roofline.png "
-        "frontier.png summary.png\n",
+        "frontier.png step.png summary.png\n",
         o->out);
   }
   weights_close(&s->weights, &s->device);
