@@ -28,7 +28,7 @@ for t in "$@"; do
   one "$t (sanitized)" "build/$t-san"
 done
 program=$(if [ -x bs ]; then echo ./bs; else echo ./bs-cpu; fi)
-for t in test_cli test_compare test_faults; do
+for t in test_cli test_compare test_faults test_docs; do
   one "$t (sanitized)" tests/$t.sh build/bs-san
   one "$t" tests/$t.sh "$program"
 done

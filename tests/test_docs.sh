@@ -1,0 +1,105 @@
+#!/bin/sh
+# What the documents say against what the program does, and the sources against their own map and limits.
+# Usage: tests/test_docs.sh PROGRAM [ROOT]; ROOT (default: here) lets a broken copy be checked. Ends with "N passed, N failed".
+bs=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
+set -- "$bs" "${2:-.}"
+. tests/cli.sh
+cd "$2" || exit 1
+docs="README.md README.zh-CN.md LABS.md"
+sources="bs.cu model.h parts/*.h"
+none() {  # description; fails if there are lines on stdin, which say where. In a pipe, so it counts in a file.
+  cat >"$tmp/out"
+  if [ -s "$tmp/out" ]; then
+    echo "FAILED: $1"
+    head -n 12 "$tmp/out"
+    echo failed >>"$tmp/counts"
+  else
+    echo passed >>"$tmp/counts"
+  fi
+}
+"$bs" --help >"$tmp/help"
+
+# Every ./bs line in a document parses. With --help appended nothing runs, and what must agree is not asked; so where no
+# hardware is needed the line runs until it wants to write, and must have nothing else to complain of.
+sed -n 's/^\.\/bs\( .*\)\{0,1\}$/\1/p' $docs | sed 's/ *#.*//' | sort -u >"$tmp/commands"
+while IFS= read -r line; do  # the shell's own syntax: quotes and all
+  case $line in
+    *sim:* | ' knee '*) (eval "\"\$bs\" $line --out /dev/null/none") 2>&1 | tee "$tmp/out" | grep -q '^bs: .*output directory' ;;
+    *) (eval "\"\$bs\" $line --help") >"$tmp/out" 2>&1 ;;
+  esac
+  ok "documents: ./bs$line" $?
+done <"$tmp/commands"
+[ "$(wc -l <"$tmp/commands")" -ge 20 ]
+ok "documents: at least 20 commands were found" $?
+grep -o -- '`\./bs[^`]*`' $docs | sed 's/^[^`]*`\.\/bs\(-cpu\)\{0,1\}//; s/`$//' | sort -u >"$tmp/inline"
+while IFS= read -r line; do
+  (eval "\"\$bs\" $line --help") >"$tmp/out" 2>&1
+  ok "documents, in a sentence: ./bs$line" $?
+done <"$tmp/inline"
+
+# Options: what a document names exists; what exists is explained.
+grep -oh -- '--[a-z][a-z-]*' $docs | sort -u | while read -r option; do
+  grep -q -e "^  $option " "$tmp/help" || echo "$option is in no help"
+done | none "documents: options exist"
+sed -n 's/^  \(--[a-z-]*\) /\1 /p' "$tmp/help" | sort >"$tmp/options"
+[ "$(wc -l <"$tmp/options")" -ge 30 ]
+ok "--help lists its options" $?
+# A name, at most one word of what it takes (capitals, alternatives, examples), then the text.
+awk '{ text = NF; if ($2 ~ /^[A-Z]+$/ || $2 ~ /[|]|^[0-9]|,\.\.\./) text--; if (text < 2) print $1 " is not explained" }' \
+  "$tmp/options" | none "--help explains every option"
+cut -d' ' -f1 "$tmp/options" | uniq -d | none "--help: no option twice"
+
+# Files and targets that the documents name.
+for doc in $docs NOTES.md; do
+  grep -o '](\([^)#]*\)' $doc | sed 's/](//' | grep -v '^http' | while read -r file; do
+    [ -e "$file" ] || echo "$doc links $file"
+  done
+done | none "documents: links lead somewhere"
+cat $docs | grep -oE '\b(weights|tests|parts|plots/h200|plots/cpu)/[A-Za-z0-9_./-]*[A-Za-z0-9_]' | sort -u | while read -r file; do
+  [ -e "$file" ] || echo "$file is not there"
+done | none "documents: files exist"
+grep -oh '^make [a-z-]*' $docs | sort -u | cut -d' ' -f2 >"$tmp/targets"
+grep -c . "$tmp/targets" | grep -qx 2
+ok "READMEs: two make commands" $?
+while read -r target; do
+  grep -q "^$target:" Makefile
+  ok "make $target is a target" $?
+done <"$tmp/targets"
+grep -q 'README.zh-CN.md' README.md && grep -q 'README.md' README.zh-CN.md
+ok "the two READMEs link each other" $?
+commands_of() { sed -n '/^```/,/^```/p' "$1" | grep -E '^(\./bs|make)' | sed 's/ *#.*//'; }
+commands_of README.md >"$tmp/en"
+commands_of README.zh-CN.md >"$tmp/zh"
+diff "$tmp/en" "$tmp/zh" | none "the two READMEs: the same commands in the same order"
+[ "$(grep -c '^## ' LABS.md)" -eq 8 ]
+ok "LABS.md has eight labs" $?
+
+# The map in bs.cu's header: each line names a section ("// ---- Name: ...") or a part, and it is the order of the file.
+sed -n 's/^\/\/   \([A-Za-z/.][A-Za-z/. ]*[A-Za-z.]\)   *[^ ].*/\1/p' bs.cu |
+  awk '{ sub(/^the /, ""); print tolower($0) }' | grep -v '^\(nvcc\|cc\|\.\/bs\)' >"$tmp/map"
+sed -n 's/^\/\/ ---- \(.*\)/\1/p; s/^#include "\(parts\/.*\)"/\1/p' bs.cu |
+  awk '/^parts\// { print; next } { sub(/[:.,(].*/, ""); sub(/^(The|A) /, ""); print tolower($0) }' >"$tmp/sections"
+[ "$(wc -l <"$tmp/map")" -ge 15 ]
+ok "bs.cu: a map was found" $?
+diff "$tmp/map" "$tmp/sections" | none "bs.cu: the map (<) and the sections (>) in order"
+for part in parts/*.h; do
+  [ "$(cat bs.cu model.h parts/*.h | grep -c "^#include \"$part\"")" -eq 1 ] || echo "$part"
+done | none "each part is included exactly once"
+awk '/^\/\/ ---- / { text = $0; sub(/^[^:.(]*[:.(]?/, "", text); at = FNR ": " $0; next }
+  at && /^\/\/ / { text = text $0; next }
+  at { if (length(text) < 20) print FILENAME ":" at; at = "" }' bs.cu model.h | none "a section opens with what it teaches"
+
+# Limits for a reader's sake.
+awk '{ gsub(/[\200-\277]/, "") } length($0) > 100 { print FILENAME ":" FNR ": " length($0) " columns" }' $sources |
+  none "sources: at most 100 columns"
+awk 'FNR == 1 { start = 0 } /^[A-Za-z_].*\(/ && !/;$/ { start = FNR }
+  /^}$/ && start { if (FNR - start + 1 > 90) print FILENAME ":" start ": " FNR - start + 1 " lines"; start = 0 }' $sources |
+  none "sources: functions of at most 90 lines"
+for limit in bs.cu:2600 model.h:800; do
+  [ "$(wc -l <"${limit%:*}")" -le "${limit#*:}" ] || echo "$limit: $(wc -l <"${limit%:*}") lines"
+done | none "bs.cu and model.h keep their budgets"
+
+passed=$((passed + $(grep -c passed "$tmp/counts")))
+failed=$((failed + $(grep -c failed "$tmp/counts")))
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
