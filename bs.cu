@@ -372,6 +372,7 @@ static void device_close(Device* d) {
   d->list = NULL;
   d->cap_list = 0;
 }
+
 // ---- Requests: what a client asks for, and where it stands.
 
 enum { MOST_TOKENS = 1000000 };  // of one prompt or output
@@ -639,13 +640,11 @@ static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, doubl
 // ---- Scheduler: who runs in the next step. Three policies, one mechanism; they differ in admit().
 //
 //   static      a fixed batch (article 1, section 1): waits until it is full, pads all prompts to
-//   the
-//               longest, computes every row until the longest output ends, reserves KV for the
-//               worst
+//               the longest, computes every row until the longest output ends, reserves KV for
+//               the worst case
 //   bucketed    the same among requests of similar prompt length (article 1, section 4)
-//   continuous  every step admits into free slots; who is done leaves at once (Yu et al., Orca,
-//   2022;
-//               article 2, section 4.3)
+//   continuous  every step admits into free slots; who is done leaves at once (Orca, Yu et al.
+//               2022; article 2, section 4.3)
 //
 // Padding and finished rows are really computed: they are the phenomenon.
 
@@ -989,6 +988,7 @@ static void plan_step(Scheduler* s, Planned* p) {
     while (r->reading && b->n_tokens < s->w->limits.step_tokens) batch_add(s, p, s->running[i]);
   }
 }
+
 // ---- The engine loop: plan, submit, collect. Steps are queued ahead, since the next one does not
 // depend on which tokens the last one sampled - unless one of them may be an end token.
 
@@ -1407,8 +1407,9 @@ static double at_percentile(Percentiles p, int percentile) {
   return percentile == 50 ? p.p50 : percentile == 95 ? p.p95 : p.p99;
 }
 
-// Knee: which batch size to run. Not the largest that fits: the last one before memory, the latency
-// target or the tail gives way, or the one where throughput stops paying (article 1, section 5).
+// ---- Knee: which batch size to run. Not the largest that fits: the last one before memory, the
+// latency target or the tail gives way, or the one where throughput stops paying (article 1,
+// section 5).
 
 static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end"};  // StopRule
 static const char* const status_names[] = {"ok", "skipped", "oom"};                   // RowStatus
@@ -1653,6 +1654,7 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   engine_close(&e);
   return whole;
 }
+
 #include "parts/plots.h"
 #include "parts/tokenizer.h"
 
