@@ -23,8 +23,8 @@ HOST = -ffp-contract=fast $(NATIVE) $(OPENMP) $(WARN)
 NV = $(NVCC) -O3 -std=c++17 --threads 0 $(GENCODE) $(addprefix -Xcompiler=,$(HOST)) -isystem $(STB)
 
 PROGRAM = $(if $(NVCC),bs,bs-cpu)
-SOURCES = bs.cu model.h kernels.h weights/loader.h weights/tokenizer.h plots/plots.h interop.h
-TESTS = test_model test_report test_loader test_plots test_advice test_variants test_tokenizer
+SOURCES = bs.cu model.h $(wildcard parts/*.h)
+TESTS = test_model test_report test_loader test_variants test_tokenizer test_sched test_plots test_advice
 
 all: $(PROGRAM)
 

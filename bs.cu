@@ -6,22 +6,27 @@
 //   cc -x c -std=c11 -O3 -o bs-cpu bs.cu    the CPU alone; the same file
 //   ./bs                                    measures batch 1, 2, 4, ... and writes plots/
 //
-// The map, top to bottom:
+// The map, top to bottom. What a first reading can skip is in parts/, included where it stands:
 //   rows, Backend       what a run measures and decides; a device is a struct of functions
 //   platform, ceilings  memory by purpose; how fast this device can read and multiply
 //   requests, KV cache  what a client wants; blocks of 16 tokens and who holds them
 //   engine              a model on a device, with steps in flight
 //   roofline            the work of a step, counted
-//   scheduler, loop     who runs in the next step; plan, submit, collect
+//   scheduler           static, bucketed, continuous: who runs in the next step
+//   engine loop         plan, submit, collect
 //   CPU backend         submit = forward_cpu
-//   GPU backend         kernels.h: the same forward pass as CUDA kernels
+//   parts/sim.h         a device on a virtual clock; GPUs by name
+//   parts/kernels.h     the forward pass as CUDA kernels, and the GPU backend
 //   weights             from a checkpoint to what the device wants
 //   metrics, knee       percentiles; the walk that finds the working point
-//   files, table        sweep.csv, config.json, what is printed
-//   options             one table for parser and --help
+//   parts/interop.h     other tools' measurements and traces in, their options out
+//   parts/report.h      sweep.csv, config.json, compare.csv, the tables
+//   parts/options.h     one table for parser and --help
 //   sweep               one row per batch size
-//   plots               plots/plots.h: drawn by us, encoded by stb_image_write
-//   commands, main
+//   parts/plots.h       drawn by us, encoded by stb_image_write
+//   parts/tokenizer.h   text to tokens and back
+//   commands            sweep, generate; knee and plan are in parts/plan.h
+//   streams, compare    one stream of requests through every policy; main
 //
 // It refuses what it cannot do right: see README.md. "Article 1" and "article 2" are the two that
 // NOTES.md names.
@@ -369,6 +374,8 @@ static void device_close(Device* d) {
 }
 // ---- Requests: what a client asks for, and where it stands.
 
+enum { MOST_TOKENS = 1000000 };  // of one prompt or output
+
 typedef enum { QUEUED, RUNNING, FINISHED, REJECTED, TIMED_OUT } Status;
 
 typedef struct {
@@ -713,12 +720,14 @@ static int worst_case(const Scheduler* s, const Request* r, int n_prompt) {
   return positions < s->e->size.max_positions ? positions : s->e->size.max_positions;
 }
 
+// By itself, on an empty device.
 static bool can_ever_run(const Scheduler* s, const Request* r) {
   const Limits* l = &s->w->limits;
   int total = r->n_prompt + r->max_new;
   return (l->max_input == 0 || r->n_prompt <= l->max_input) &&
          (l->max_new == 0 || r->max_new <= l->max_new) &&
          (l->total_tokens == 0 || total <= l->total_tokens) && total <= s->e->size.max_positions &&
+         blocks_for(total) <= s->e->blocks.n_blocks &&
          blocks_for(worst_case(s, r, r->n_prompt)) <= s->e->blocks.n_blocks;
 }
 
@@ -854,7 +863,7 @@ static void admit(Scheduler* s, double t) {
   }
   while (s->n_queue > 0 && s->n_running < s->limit && s->n_free > 0) {
     const Request* r = &s->w->requests[s->queue[0]];
-    int n_read = r->n_prompt + r->n_new, left = s->e->blocks.n_free - blocks_for(n_read + 1);
+    int n_read = r->n_prompt + r->n_new, left = s->e->blocks.n_free - blocks_for(n_read);
     double kept = s->n_running > 0 ? s->e->blocks.n_blocks * l->kv_watermark_pct / 100 : 0;
     if (left < kept) return;
     if (l->total_tokens > 0 && s->total + r->n_prompt + r->max_new > l->total_tokens) return;
@@ -866,10 +875,7 @@ static void admit(Scheduler* s, double t) {
 // number, and steps run in order, so nobody needs to wait for them.
 static void leave(Scheduler* s, int at) {
   Request* r = &s->w->requests[s->running[at]];
-  int own = r->n_prompt + (r->status == RUNNING ? r->n_ordered : r->n_new) - 1;
-  if (own > r->n_prompt + r->max_new - 1) own = r->n_prompt + r->max_new - 1;
   s->stats->kv_reserved += s->e->blocks.held[r->slot] * KV_BLOCK;
-  s->stats->kv_held += own < r->n_cached ? own : r->n_cached;
   blocks_release(&s->e->blocks, r->slot);
   s->free_slots[s->n_free++] = r->slot;
   s->total -= r->n_prompt + r->max_new;
@@ -958,6 +964,7 @@ static void batch_add(Scheduler* s, Planned* p, int i) {
   b->n_tokens++;
   s->stats->computed++;
   s->stats->wasted += wasted;
+  s->stats->kv_held += !wasted;
   if (!r->reading || r->n_cached < r->n_read) return;
   r->reading = false;
   r->n_cached = r->n_given;
@@ -1024,6 +1031,7 @@ static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
     if (span->batch < p->group) break;
     if (span->batch > p->group || isnan(span->first)) continue;
     Request* r = &s->w->requests[span->request];
+    if (r->status == TIMED_OUT) continue;
     span->first = t;
     r->time[0] = step->end;
     if (r->status == FINISHED) span->finish = t;
@@ -1054,7 +1062,6 @@ static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats*
   s->free_slots = s->running + s->limit;
   for (int i = 0; i < s->limit; i++) s->free_slots[i] = s->limit - 1 - i;
   int longest = 0;
-  s->longest_new = w->limits.max_new;
   for (int i = 0; i < w->n; i++) {
     Request* r = &w->requests[i];
     r->slot = -1;
@@ -1062,8 +1069,13 @@ static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats*
     r->n_new = r->preemptions = 0;
     r->ended = false;
     if (r->n_prompt > longest) longest = r->n_prompt;
-    if (w->limits.max_new == 0 && r->max_new > s->longest_new) s->longest_new = r->max_new;
   }
+  int longest_new = w->limits.max_new;
+  for (int i = 0; i < w->n && w->limits.max_new == 0; i++) {
+    const Request* r = &w->requests[i];
+    if (r->max_new > longest_new && can_ever_run(s, r)) longest_new = r->max_new;
+  }
+  s->longest_new = longest_new;
   s->bucket_size = (int*)xcalloc(longest / BUCKET_WIDTH + 1, sizeof(int));
   s->first_span = stats->n_spans;
   stats->start = stats->end = e->device->api->clock(e);
@@ -1137,71 +1149,6 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
   free(s.queue);
   free(s.bucket_size);
   return !cut;
-}
-
-// ---- GPUs that nobody here has to own: what `bs plan` and the sim device compute with.
-
-typedef struct {
-  const char* name;
-  double mem, bandwidth, rate;  // bytes, bytes/s, FLOP/s of fp16 matrices summed in fp32, dense
-} SimGpu;
-
-// From NVIDIA's data sheets and white papers. A data sheet's "with sparsity" is halved. GeForce
-// cards sum in fp32 at half rate: 512 FLOP per clock and multiprocessor, here at the highest boost
-// clock (Ada white paper, 4090: 128 x 512 x 2.52 GHz = 165 TFLOP/s); a laptop's power limit may
-// allow less. T4 and L4 give 1/16 of their memory to error correction, as nvidia-smi shows.
-// clang-format off
-static const SimGpu sim_gpus[] = {
-    {"3060-laptop", 6 * 0x1p30, 336e9, 26.2e12},    // 30 SM, 1.703 GHz; 192 bit x 14 Gbit/s
-    {"4060-laptop", 8 * 0x1p30, 256e9, 29.1e12},    // 24 SM, 2.370 GHz; 128 bit x 16 Gbit/s
-    {"4070-laptop", 8 * 0x1p30, 256e9, 40.1e12},    // 36 SM, 2.175 GHz; 128 bit x 16 Gbit/s
-    {"4090-laptop", 16 * 0x1p30, 576e9, 79.4e12},   // 76 SM, 2.040 GHz; 256 bit x 18 Gbit/s
-    {"4090", 24 * 0x1p30, 1008e9, 165.2e12},        // Ada white paper, appendix A
-    {"5090", 32 * 0x1p30, 1792e9, 209.5e12},        // RTX Blackwell white paper, appendix A
-    {"t4", 15 * 0x1p30, 300e9, 65e12},              // T4 data sheet: 16 GB, mixed precision
-    {"l4", 22.5 * 0x1p30, 300e9, 121e12},           // L4 data sheet: 24 GB, 242 sparse
-    {"a100-40g", 40 * 0x1p30, 1555e9, 312e12},      // A100 data sheet, 40 GB
-    {"a100-80g", 80 * 0x1p30, 2039e9, 312e12},      // A100 data sheet, 80 GB SXM
-    {"h100", 80 * 0x1p30, 3350e9, 989e12},          // H100 data sheet, SXM: 1,979 sparse
-    {"h200", 141 * 0x1p30, 4800e9, 989e12},         // H200 data sheet, SXM: 1,979 sparse
-    {"b200", 180 * 0x1p30, 8000e9, 2250e12},        // DGX B200 data sheet, an eighth: 4,500 sparse
-};
-// clang-format on
-enum { N_SIM_GPUS = sizeof sim_gpus / sizeof sim_gpus[0] };
-
-// spec is what follows "sim:": a name of the table, or mem=8G,bw=256e9,rate=40e12 in any order. It
-// must outlive out, whose name it becomes. False: err says what is allowed.
-static bool find_sim_gpu(const char* spec, SimGpu* out, char* err) {
-  for (int i = 0; i < N_SIM_GPUS; i++) {
-    *out = sim_gpus[i];
-    if (strcasecmp(spec, out->name) == 0) return true;
-  }
-  memset(out, 0, sizeof *out);
-  out->name = spec;
-  bool ok = true;
-  for (const char* at = spec; ok; at++) {
-    const char* key = at;
-    double* field = strncmp(key, "mem=", 4) == 0  ? &out->mem
-                    : strncmp(key, "bw=", 3) == 0 ? &out->bandwidth
-                                                  : &out->rate;
-    ok = *field == 0 && (field != &out->rate || strncmp(key, "rate=", 5) == 0);
-    if (!ok) break;
-    char* end;
-    at += strcspn(at, "=") + 1;
-    *field = strtod(at, &end);
-    ok = end > at && strspn(at, "0123456789.e+") >= (size_t)(end - at);  // no sign, hex or nan
-    if (field == &out->mem && (*end == 'M' || *end == 'G'))
-      *field *= *end++ == 'M' ? 0x1p20 : 0x1p30;
-    ok = ok && *field >= 1e6 && *field <= 1e18 && (*end == ',' || *end == '\0');
-    at = end;
-    if (*end == '\0') break;
-  }
-  if (ok && out->mem > 0 && out->bandwidth > 0 && out->rate > 0) return true;
-  int n =
-      snprintf(err, ERR_LEN, "--device sim:%.80s: allowed is mem=8G,bw=256e9,rate=40e12 or", spec);
-  for (int i = 0; i < N_SIM_GPUS; i++)
-    n += snprintf(err + n, (size_t)(ERR_LEN - n), " %s", sim_gpus[i].name);
-  return false;
 }
 
 // ---- The CPU as a device: a step is done when submit returns.
@@ -1312,103 +1259,10 @@ static const Backend cpu_backend = {
     real_clock, real_wait, cpu_copy_logits};
 // clang-format on
 
-// ---- A device on a virtual clock: no weights, no tokens worth reading, and a step takes as long
-// as the roofline says. Scheduler, sweep, memory and plots are the same, for a GPU and a model that
-// nobody here owns.
-
-static SimGpu sim_gpu;  // which one; chosen before the device is opened
-static size_t sim_bytes;
-
-static bool sim_open(Device* d, char* err) {
-  (void)err;
-  snprintf(d->name, sizeof d->name, "sim:%.200s", sim_gpu.name);
-  d->total = (size_t)sim_gpu.mem;
-  sim_bytes = 0;
-  return true;
-}
-
-static double sim_bandwidth(const Device* d) {
-  (void)d;
-  return sim_gpu.bandwidth;
-}
-
-static double sim_rate(const Device* d) {
-  (void)d;
-  return sim_gpu.rate;
-}
-
-static size_t sim_used(void) {
-  return sim_bytes;
-}
-
-static void* sim_alloc(size_t bytes) {  // only the size is real
-  size_t* p = (size_t*)malloc(sizeof *p);
-  if (!p) return NULL;
-  *p = bytes;
-  sim_bytes += bytes;
-  return p;
-}
-
-static void sim_free(void* p) {
-  sim_bytes -= *(size_t*)p;
-  free(p);
-}
-
-static void sim_upload(void* to, const void* from, size_t bytes) {
-  (void)to, (void)from, (void)bytes;
-}
-
-static bool sim_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
-  (void)m, (void)from, (void)map, (void)packed;
-  return true;
-}
-
-// What a step needs on the GPU: see gpu_work_alloc.
-static bool sim_engine_open(Engine* e) {
-  const Config* c = &e->w->config;
-  size_t per_token = 10 * (size_t)c->dim + 4 * (size_t)c->n_heads * c->head_dim + 2 * c->hidden_dim;
-  size_t bytes = e->size.max_tokens * per_token + 4 * (size_t)e->size.max_slots * c->vocab_size;
-  return device_alloc(e->device, MEM_WORK, bytes) != NULL;
-}
-
-static void sim_engine_close(Engine* e) {
-  (void)e;
-}
-
-static double sim_clock(Engine* e) {
-  return e->sim_now;
-}
-
-static void sim_wait(Engine* e, double until) {
-  e->sim_now = fmax(e->sim_now, until);
-}
-
-static void sim_submit(Engine* e, const Batch* b, Step* s) {
-  const Device* d = e->device;
-  Work w = count_work(&e->w->config, b, d->api->kv_size);
-  double seconds = fmax((w.weight_bytes + w.kv_bytes) / d->bandwidth, w.flops / d->rate);
-  e->sim_end = fmax(e->sim_end, e->sim_now) + seconds;
-  s->end = e->sim_end;
-  for (int r = 0; r < b->n_rows; r++) s->tokens[r] = 0;
-}
-
-static void sim_collect(Engine* e, Step* s) {
-  sim_wait(e, s->end);
-}
-
-static void sim_logits(Engine* e, int rows, float* out) {
-  memset(out, 0, (size_t)rows * e->w->config.vocab_size * sizeof *out);
-}
-
-// clang-format off
-static const Backend sim_backend = {
-    sim_open, sim_bandwidth, sim_rate, sim_used, sim_alloc, sim_free, sim_upload, 1, 1, sizeof(f16),
-    NULL, sim_fill, sim_engine_open, sim_engine_close, sim_submit, sim_collect, sim_clock, sim_wait,
-    sim_logits};
-// clang-format on
+#include "parts/sim.h"
 
 #ifdef __CUDACC__
-#include "kernels.h"
+#include "parts/kernels.h"
 #else
 static const Backend* cuda_backend = NULL;  // built without nvcc
 #endif
@@ -1635,679 +1489,10 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
   return k;
 }
 
-#include "interop.h"
+#include "parts/interop.h"
+#include "parts/report.h"
 
-// Files: sweep.csv with every row, config.json with the choice (article 1, section 6). Scripts rely
-// on the names in them: add, never rename.
-
-// Bytes of the UTF-8 character at s; 0 if a control or not UTF-8 (a byte-level model writes both).
-static int utf8_length(const unsigned char* s) {
-  if (s[0] < 0xc2 || s[0] > 0xf4) return s[0] >= 0x20 && s[0] < 0x80;
-  int n = s[0] < 0xe0 ? 2 : s[0] < 0xf0 ? 3 : 4;
-  int two = s[0] << 8 | s[1];  // overlong forms, surrogates and codes over 0x10ffff show in them
-  bool overlong = (two >= 0xe000 && two < 0xe0a0) || (two >= 0xf000 && two < 0xf090);
-  if (overlong || (two >= 0xeda0 && two < 0xee00) || two >= 0xf490) return 0;
-  for (int i = 1; i < n; i++) {
-    if ((s[i] & 0xc0) != 0x80) return 0;
-  }
-  return n;
-}
-
-static void put_json_bytes(FILE* f, const char* text, size_t length) {
-  const char* end = text + length;
-  fputc('"', f);
-  while (text < end) {
-    const unsigned char* s = (const unsigned char*)text;
-    int n = utf8_length(s);
-    if (n == 0) fprintf(f, "\\u%04x", *s);
-    if (*s == '"' || *s == '\\') fputc('\\', f);
-    fwrite(s, 1, (size_t)n, f);
-    text += n > 0 ? n : 1;
-  }
-  fputc('"', f);
-}
-
-static void put_json_string(FILE* f, const char* text) {
-  put_json_bytes(f, text, strlen(text));
-}
-
-// Writes fields such as "'batch': %d, 'user_tok_s': %g, 'bound': %s": their names as a CSV header,
-// their values as a CSV row, or all as JSON. A number that is NaN is undefined and left out, and so
-// is a 0 of %d or %g; %i and %f write it.
-typedef enum { HEADER, CSV, JSON } Form;
-__attribute__((format(printf, 3, 4))) static void put(FILE* f, Form form, const char* fields, ...) {
-  va_list args;
-  va_start(args, fields);
-  for (bool in_name = false; *fields; fields++) {
-    char kind = *fields == '%' ? *++fields : '\0';
-    if (*fields == '\'') in_name = !in_name;
-    if (kind == 's') {
-      const char* text = va_arg(args, const char*);
-      if (form == CSV) fprintf(f, strchr(text, ',') ? "\"%s\"" : "%s", text);
-      if (form == JSON) put_json_string(f, text);
-    } else if (kind != '\0') {
-      bool whole = kind == 'd' || kind == 'i', zero = kind == 'i' || kind == 'f';
-      double value = whole ? va_arg(args, int) : va_arg(args, double);
-      bool defined = isfinite(value) && (value != 0 || zero);
-      if (form != HEADER && defined) fprintf(f, "%.9g", value);
-      if (form == JSON && !defined) fputs("null", f);
-    } else if (form == JSON || *fields == ',' || (form == HEADER && in_name && *fields != '\'')) {
-      fputc(form == JSON && *fields == '\'' ? '"' : *fields, f);
-    }
-  }
-  va_end(args);
-}
-
-// What is known of one batch size: a line of sweep.csv, and `measured` in config.json.
-static void put_sweep_row(FILE* f, Form form, const SweepRow* r) {
-  put(f, form,
-      "'batch': %d, 'input_len': %d, 'output_len': %d, 'repeats': %d, 'status': %s, 'reason': %s,\n"
-      "'output_tok_s': %g, 'user_tok_s': %g, 'prefill_tok_s': %g, 'ttft_p50_ms': %g,\n"
-      "'ttft_p95_ms': %g, 'ttft_p99_ms': %g, 'tpot_p50_ms': %g, 'tpot_p95_ms': %g,\n"
-      "'tpot_p99_ms': %g, 'itl_p50_ms': %g, 'itl_p95_ms': %g, 'itl_p99_ms': %g, 'e2e_p50_ms': %g,\n"
-      "'e2e_p95_ms': %g, 'e2e_p99_ms': %g, 'n_itl': %d, 'n_requests': %d, 'step_us': %g,\n"
-      "'roof_us': %g, 'roof_pct': %g, 'mbu_pct': %g, 'mfu_pct': %g, 'bound': %s,\n"
-      "'mem_weights_mib': %g, 'mem_kv_mib': %g, 'mem_work_mib': %g, 'mem_other_mib': %g,\n"
-      "'mem_used_mib': %g, 'mem_limit_mib': %g, 'noreuse_us': %g, 'step_bytes': %g,\n"
-      "'step_flops': %g",
-      r->batch, r->input_len, r->output_len, r->repeats, status_names[r->status], r->reason,
-      r->output_tok_s, r->user_tok_s, r->prefill_tok_s, r->ttft.p50, r->ttft.p95, r->ttft.p99,
-      r->tpot.p50, r->tpot.p95, r->tpot.p99, r->itl.p50, r->itl.p95, r->itl.p99, r->e2e.p50,
-      r->e2e.p95, r->e2e.p99, r->itl.n, r->n_requests, r->step_us, r->roof_us, r->roof_pct,
-      r->mbu_pct, r->mfu_pct, r->roof_us > 0 ? bound_names[r->bound] : "", r->mem_weights_mib,
-      r->mem_kv_mib, r->mem_work_mib, r->mem_other_mib, r->mem_used_mib, r->mem_limit_mib,
-      r->noreuse_us, r->step_bytes, r->step_flops);
-  fputc('\n', f);
-  fflush(f);  // after a crash, the rows so far are in the file
-}
-
-static SweepRow no_row;  // all of it undefined
-
-// Written as NAME.tmp and renamed on close, so that NAME is always a complete file.
-typedef struct {
-  FILE* f;
-  char path[4200], tmp[4200];  // beyond PATH_MAX: a truncated path cannot be opened by accident
-} ResultFile;
-
-static bool result_open(ResultFile* r, const char* dir, const char* name, char* err) {
-  snprintf(r->path, sizeof r->path, "%s/%s", dir, name);
-  snprintf(r->tmp, sizeof r->tmp, "%s/%s.tmp", dir, name);
-  r->f = fopen(r->tmp, "w");
-  return r->f || say(err, ERR_LEN, "%.300s: cannot write: %s", r->tmp, strerror(errno));
-}
-
-static void result_drop(ResultFile* r) {
-  fclose(r->f);
-  remove(r->tmp);
-}
-
-static bool result_close(ResultFile* r, char* err) {
-  bool written = !ferror(r->f);  // no earlier row failed
-  errno = written ? 0 : ENOSPC;  // why it did is long forgotten; this is the usual reason
-  if (fclose(r->f) == 0 && written && rename(r->tmp, r->path) == 0) return true;
-  say(err, ERR_LEN, "%.300s: cannot write: %s", r->path, strerror(errno));
-  remove(r->tmp);
-  return false;
-}
-
-// PRECONDITION: at least one row. Whatever would follow from a working point is null without one.
-static bool write_config_json(const char* dir, const SweepReport* s, const char* dtype,
-                              int step_tokens, char* err) {
-  ResultFile file;
-  if (!result_open(&file, dir, "config.json", err)) return false;
-  const Knee* k = &s->knee;
-  const KneeRules* rules = &s->rules;
-  const SweepRow* r = k->working < 0 ? &no_row : &s->rows[k->working];
-  const SweepRow* start = k->start < 0 ? &no_row : &s->rows[k->start];
-  const SweepRow* second = k->second_opinion < 0 ? &no_row : &s->rows[k->second_opinion];
-  int b = r->batch;
-  int input = s->rows->input_len;  // the same in every row
-  int output = s->rows->output_len;
-  int context = input + output;
-  int step = step_tokens > 0 && step_tokens < b ? b : step_tokens;  // a token for each sequence
-  double budget = input > 0 && output > 0 ? (double)b * context : NAN;
-  double timeout = ceil(3 * r->e2e.p99 / 1000);  // s; what takes longer is stuck
-  char date[32];
-  time_t now = time(NULL);
-  strftime(date, sizeof date, "%Y-%m-%dT%H:%M:%SZ", gmtime(&now));
-  put(file.f, JSON,
-      "{\n'working_batch': %d,\n'start_batch': %d,\n'stopped_by': %s,\n'why': %s,\n"
-      "'second_opinion_batch': %d,\n"
-      "'limits': {\n'max_input_tokens': %d,\n'max_new_tokens': %d,\n'concurrency_cap': %d,\n"
-      "'total_token_budget': %g,\n'request_timeout_s': %g,\n'memory_watermark_pct': %g\n},\n"
-      "'slos': {\n'percentile': %d,\n'ttft_ms': %g,\n'tpot_ms': %g\n},\n"
-      "'oom_policy': ['lower the dynamic batch', 'shorten the output', 'queue',"
-      " 'never retry as is'],\n"
-      "'fingerprint': {\n'model': %s,\n'dtype': %s,\n'device': %s,\n'input_len': %d,\n"
-      "'output_len': %d,\n'date': %s,\n'source': %s\n},\n'measured': {\n",
-      b, start->batch, stop_names[k->rule], k->why, second->batch, input, output, b, budget,
-      timeout, rules->watermark_pct, rules->percentile, rules->slo_ttft_ms, rules->slo_tpot_ms,
-      s->model, dtype, s->device, input, output, date, s->simulated ? "simulated" : "measured");
-  if (b > 0) put_sweep_row(file.f, JSON, r);
-  put(file.f, JSON, "},\n'engine_flags': {\n");
-  for (int i = 0; i < N_SERVERS && b > 0; i++) put_server_flags(file.f, &servers[i], s, step);
-  put(file.f, JSON, "}\n}\n");
-  return result_close(&file, err);
-}
-
-// Table: one line per batch size with throughput, latency, memory and the bound side by side, since
-// no single one of them decides (article 1, section 5; article 2, section 4.4).
-
-// Beside P50 stands the percentile that the rules judge by.
-static void print_table_header(FILE* f, KneeRules rules) {
-  int q = rules.percentile;
-  fprintf(f, "batch     tok/s tok/s/user TTFT p50   p%d ms TPOT p50   p%d ms     n", q, q);
-  fprintf(f, " step us roof us roof%%  MBU%%  MFU%% mem GiB  bound\n");
-}
-
-static void print_row(FILE* f, const SweepRow* r, KneeRules rules) {
-  char line[256];
-  int q = rules.percentile;
-  if (r->status != ROW_OK) {
-    fprintf(f, "B=%d %s: %s\n", r->batch, status_names[r->status], r->reason);
-    return;
-  }
-  snprintf(line, sizeof line,
-           "%5d%10.1f%11.1f%9.2f%9.2f%9.2f%9.2f%6d%8.0f%8.0f%6.1f%6.1f%6.1f%8.2f", r->batch,
-           r->output_tok_s, r->user_tok_s, r->ttft.p50, at_percentile(r->ttft, q), r->tpot.p50,
-           at_percentile(r->tpot, q), r->n_requests, r->step_us, r->roof_us, r->roof_pct,
-           r->mbu_pct, r->mfu_pct, r->mem_used_mib / 1024);
-  for (char* nan = line; (nan = strstr(nan, "nan")) != NULL;) memcpy(nan, "  -", 3);
-  fprintf(f, "%s  %s\n", line, r->roof_us > 0 ? bound_names[r->bound] : "-");
-}
-
-static void print_knee(FILE* f, const SweepReport* s) {
-  const Knee* k = &s->knee;
-  int q = s->rules.percentile;
-  if (k->working < 0) {
-    fprintf(f, "No working point: even the smallest batch breaks a rule.\n");
-  } else {
-    const SweepRow* r = &s->rows[k->working];
-    fprintf(f, "Working point: batch %d, %.1f tok/s", r->batch, r->output_tok_s);
-    double tpot = at_percentile(r->tpot, q);
-    if (r->tpot.n > 0) fprintf(f, ", TPOT P%d %.2f ms (n = %d)", q, tpot, r->tpot.n);
-    fprintf(f, ". Start point: batch %d.\n", s->rows[k->start].batch);
-  }
-  fprintf(f, "Stopped by %s: %s.\n", stop_names[k->rule], k->why);
-  if (k->second_opinion < 0) return;
-  fprintf(f, "Second opinion: batch %d, the largest", s->rows[k->second_opinion].batch);
-  fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence.\n");
-}
-
-// ---- A stream of requests: lengths and arrivals, drawn or from a trace.
-
-typedef enum { DIST_NONE, DIST_FIXED, DIST_UNIFORM, DIST_LOGNORMAL, DIST_EXP } DistKind;
-typedef struct {
-  DistKind kind;
-  double a, b;  // the length; lowest and highest; mean and sigma; mean
-  double cap;   // longer ones are cut to this; 0 = none
-} Dist;
-
-enum { MOST_TOKENS = 1000000 };  // of one prompt or output
-
-// "128", "uniform:32-512", "lognormal:128,1.0", "exp:128", each with an optional "@cap".
-static bool parse_dist(const char* text, Dist* d) {
-  static const char* const names[] = {"", "", "uniform:", "lognormal:", "exp:"};
-  char* end = (char*)text;
-  memset(d, 0, sizeof *d);
-  for (int kind = DIST_EXP; d->kind == DIST_NONE; kind--)
-    if (strncmp(text, names[kind], strlen(names[kind])) == 0) d->kind = (DistKind)kind;
-  end += strlen(names[d->kind]);
-  if (strspn(end, "0123456789.,-@") != strlen(end) || !isdigit((unsigned char)*end)) return false;
-  d->a = strtod(end, &end);
-  if (d->kind == DIST_UNIFORM || d->kind == DIST_LOGNORMAL) {
-    if (*end != (d->kind == DIST_UNIFORM ? '-' : ',')) return false;
-    if (!isdigit((unsigned char)end[1])) return false;
-    d->b = strtod(end + 1, &end);
-  }
-  if (*end == '@') {
-    if (!isdigit((unsigned char)end[1])) return false;
-    d->cap = strtod(end + 1, &end);
-    if (!(d->cap >= 1 && d->cap <= MOST_TOKENS)) return false;
-  }
-  bool whole = d->kind != DIST_FIXED || (d->a == floor(d->a) && d->cap == 0);
-  bool order = d->kind != DIST_UNIFORM || (d->a <= d->b && d->b <= MOST_TOKENS);
-  return *end == '\0' && whole && order && d->a >= 1 && d->a <= MOST_TOKENS &&
-         (d->kind != DIST_LOGNORMAL || d->b <= 5);
-}
-
-// Uniform in (0, 1); a sequence per seed.
-static double next_uniform(uint32_t* state) {
-  return ((hash32((*state)++) >> 8) + 0.5) / 16777216.0;
-}
-
-static double next_normal(uint32_t* state) {  // Box and Muller
-  double u = next_uniform(state);
-  return sqrt(-2 * log(u)) * cos(2 * 3.14159265358979323846 * next_uniform(state));
-}
-
-// Gamma of this shape and mean 1 (Marsaglia and Tsang 2000). Shape 1 is exponential: Poisson
-// arrivals.
-static double next_gamma(uint32_t* state, double shape) {
-  double boost = shape < 1 ? pow(next_uniform(state), 1 / shape) : 1;
-  double d = (shape < 1 ? shape + 1 : shape) - 1.0 / 3, c = 1 / sqrt(9 * d), x, v;
-  do {
-    x = next_normal(state);
-    v = (1 + c * x) * (1 + c * x) * (1 + c * x);
-  } while (v <= 0 || log(next_uniform(state)) >= 0.5 * x * x + d - d * v + d * log(v));
-  return d * v * boost / shape;
-}
-
-static int draw_length(const Dist* d, uint32_t* state) {
-  double x = d->a;
-  if (d->kind == DIST_UNIFORM) x = d->a + floor((d->b - d->a + 1) * next_uniform(state));
-  if (d->kind == DIST_EXP) x = -d->a * log(next_uniform(state));
-  if (d->kind == DIST_LOGNORMAL) x = d->a * exp(d->b * next_normal(state) - d->b * d->b / 2);
-  return (int)fmin(fmax(round(x), 1), d->cap > 0 ? d->cap : MOST_TOKENS);
-}
-
-typedef struct {
-  double arrival;
-  int prompt, output, line;
-} TraceRow;
-
-static int compare_trace_rows(const void* a, const void* b) {
-  const TraceRow *x = (const TraceRow*)a, *y = (const TraceRow*)b;
-  return x->arrival != y->arrival ? (x->arrival > y->arrival) - (x->arrival < y->arrival)
-                                  : x->line - y->line;
-}
-
-// Seconds of "2023-11-16 18:15:46.68" or of a plain number; NaN = neither.
-static double parse_time(const char* text) {
-  int year, month, day, hour, minute, used = 0;
-  double second;
-  if (sscanf(text, "%4d-%2d-%2d%*[ T]%2d:%2d:%lf%n", &year, &month, &day, &hour, &minute, &second,
-             &used) == 6) {
-    int y = month > 2 ? year : year - 1, m = month > 2 ? month - 3 : month + 9;  // from March on
-    double days = 365.0 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day;
-    bool fine = month >= 1 && month <= 12 && day >= 1 && day <= 31 && second >= 0 && second < 61;
-    return fine ? ((days * 24 + hour) * 60 + minute) * 60 + second : NAN;
-  }
-  char* end;
-  second = strtod(text, &end);
-  return end > text && end[strspn(end, " ")] == '\0' && isfinite(second) ? second : NAN;
-}
-
-// The columns of a trace; which = their places in the header, -1 = not there.
-static bool trace_columns(char* header, int which[3]) {
-  static const char* const names[2][3] = {{"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
-                                          {"arrival_s", "prompt_tokens", "output_tokens"}};
-  which[0] = which[1] = which[2] = -1;
-  char* rest = header;
-  for (int column = 0; rest != NULL; column++) {
-    char* name = rest;
-    rest = strchr(name, ',');
-    if (rest) *rest++ = '\0';
-    for (int i = 0; i < 6; i++)
-      if (strcmp(name, names[i / 3][i % 3]) == 0) which[i % 3] = column;
-  }
-  return which[0] >= 0 && which[1] >= 0 && which[2] >= 0;
-}
-
-// One line of a trace: the time, then whole numbers of tokens. False: not that.
-static bool trace_line(char* line, const int which[3], TraceRow* row) {
-  double value[3] = {NAN, NAN, NAN};
-  char* rest = line;
-  for (int column = 0; rest != NULL; column++) {
-    char* cell = rest;
-    rest = strchr(cell, ',');
-    if (rest) *rest++ = '\0';
-    for (int i = 0; i < 3; i++)
-      if (which[i] == column) value[i] = parse_time(cell);  // counts are plain numbers
-  }
-  row->arrival = value[0];
-  bool fine = !isnan(value[0]);
-  for (int i = 1; i < 3; i++)
-    fine = fine && value[i] >= 1 && value[i] <= MOST_TOKENS && value[i] == floor(value[i]);
-  row->prompt = fine ? (int)value[1] : 0;
-  row->output = fine ? (int)value[2] : 0;
-  return fine;
-}
-
-// At most `most` rows (0 = all) by arrival, the first one at 0. NULL: err says why.
-static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
-  enum { MOST_ROWS = 10000000 };
-  FILE* f = fopen(path, "r");
-  char* line = NULL;
-  size_t cap = 0, cap_rows = 0;
-  TraceRow* rows = NULL;
-  int which[3] = {-1, -1, -1}, number = 0;
-  ssize_t length;
-  bool ok = f != NULL || file_error(err, path, "cannot read: %s", strerror(errno));
-  *n = 0;
-  while (ok && (most == 0 || *n < most) && (length = getline(&line, &cap, f)) >= 0) {
-    while (length > 0 && strchr("\r\n", line[length - 1])) line[--length] = '\0';
-    number++;
-    if (number == 1 && !trace_columns(line, which))
-      ok = file_error(err, path,
-                      "line 1: needs the columns TIMESTAMP,ContextTokens,GeneratedTokens or "
-                      "arrival_s,prompt_tokens,output_tokens");
-    if (number == 1 || length == 0 || !ok) continue;
-    if ((size_t)*n == cap_rows) {
-      cap_rows = cap_rows ? 2 * cap_rows : 1024;
-      rows = (TraceRow*)realloc(rows, cap_rows * sizeof *rows);
-      if (!rows) die("out of host memory");
-    }
-    TraceRow* row = &rows[*n];
-    row->line = number;
-    ok = trace_line(line, which, row) && *n < MOST_ROWS;
-    if (!ok)
-      file_error(err, path, "line %d: needs a time and two token counts from 1 to %d", number,
-                 MOST_TOKENS);
-    ++*n;
-  }
-  if (ok && ferror(f)) ok = file_error(err, path, "cannot read: %s", strerror(errno));
-  if (ok && *n == 0) ok = file_error(err, path, "no request in it");
-  if (f) fclose(f);
-  free(line);
-  if (ok) qsort(rows, (size_t)*n, sizeof *rows, compare_trace_rows);
-  for (int i = *n - 1; i >= 0 && ok; i--) rows[i].arrival -= rows[0].arrival;
-  if (ok) return rows;
-  free(rows);
-  return NULL;
-}
-
-// Options: one table gives the parser, the defaults and --help, so that they cannot disagree. What
-// may vary between runs, and what is held fixed, is article 1, section 3.
-
-// A command is bit i of an option's `commands`, i its place in this list.
-static const char command_names[] = "sweep|compare|generate|plan|knee";
-enum {
-  CMD_SWEEP = 1,
-  CMD_COMPARE = 2,
-  CMD_GENERATE = 4,
-  CMD_PLAN = 8,
-  CMD_KNEE = 16,
-  CMD_ALL = 31
-};
-enum {
-  CMD_RUN = 7,
-  CMD_CURVE = CMD_SWEEP | CMD_PLAN | CMD_KNEE,
-  CMD_REPORT = CMD_CURVE | CMD_COMPARE
-};
-enum { MAX_BATCHES = 32, MAX_PROMPTS = 256 };
-
-typedef struct {
-  int command;
-  const char *command_name, *device, *model, *matmul, *percentile, *prompts_file, *out;
-  const char* prompts[MAX_PROMPTS];
-  int n_prompts, n_batches, batches[MAX_BATCHES];  // batches ascend
-  int n_kv_heads, kv_heads[MAX_BATCHES];           // plan: what if there were so many
-  const char *kv, *file;                           // plan; knee
-  int cards;                                       // plan; 0: as few as hold the model
-  bool percentile_given;
-  Dist input, output;                               // of DIST_NONE, as
-  int input_len, output_len, repeats, step_tokens;  // 0 or model "": chosen for the device
-  int seed;
-  uint64_t vram;  // bytes; 0: all there is
-  double temperature;
-  KneeRules rules;
-  bool json, quiet, help, version;
-  const char *trace, *policy, *input_text, *output_text;
-  int policies;  // bit i: Policy i
-  int n_requests, max_batch, max_input_len, max_new_tokens, max_total_tokens, kv_tokens;
-  double rate, burstiness, timeout_s, batch_wait_s, kv_watermark_pct;
-} Options;
-
-typedef enum { INT, REAL, SIZE, LIST, PROMPT, TEXT, CHOICE, FLAG, HEADING, LENGTH } OptionType;
-typedef struct {
-  const char *name, *arg, *def;  // def is parsed like a given value; "": the field stays zero
-  OptionType type;
-  size_t offset;
-  double lo, hi;
-  int commands;
-  const char* help;
-} Option;
-
-#define AT(field) offsetof(Options, field)
-static const Option option_table[] = {
-    {"\nMachine", "", "", HEADING, 0, 0, 0, CMD_RUN | CMD_PLAN, ""},
-    {"--device", "auto|cuda|cpu|sim:GPU", "auto", TEXT, AT(device), 0, 0, CMD_RUN | CMD_PLAN,
-     "auto: a GPU if any; sim:h100, ...: a virtual clock (sim:? lists them)"},
-    {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL, "(default: fits the device)"},
-    {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_RUN, "GPU kernel"},
-    {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_RUN | CMD_PLAN,
-     "pretend memory is smaller"},
-    {"--gpus", "N", "", INT, AT(cards), 1, 1024, CMD_PLAN,
-     "as ideal tensor parallelism (default: the fewest that hold it)"},
-    {"\nWorkload", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--batches", "1,2,4,...", "", LIST, AT(n_batches), 1, 32768, CMD_SWEEP | CMD_PLAN,
-     "batch sizes to measure"},
-    {"--input-len", "N|DIST", "", LENGTH, AT(input), 1, MOST_TOKENS, CMD_REPORT,
-     "prompt tokens (CPU 32, GPU 128; compare: lognormal around it)"},
-    {"--output-len", "N|DIST", "", LENGTH, AT(output), 1, MOST_TOKENS, CMD_ALL,
-     "new tokens (CPU 32, GPU 128; compare: exp of it; generate 512)"},
-    {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
-    {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
-     "most prompt tokens in a step (CPU 256, GPU 4096)"},
-    {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_RUN, "of random weights, prompts, sampling"},
-    {"\nWhat if", "", "", HEADING, 0, 0, 0, CMD_PLAN, ""},
-    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_PLAN, "numbers in the KV cache"},
-    {"--kv-heads", "1,8,...", "", LIST, AT(n_kv_heads), 1, 1024, CMD_PLAN,
-     "key/value heads: MQA, GQA, MHA; several are compared"},
-    {"\nRequests (DIST: uniform:32-512, lognormal:128,1.0, exp:128, each with @longest)", "", "",
-     HEADING, 0, 0, 0, CMD_COMPARE, ""},
-    {"--requests", "N", "", INT, AT(n_requests), 1, 1e6, CMD_COMPARE,
-     "how many (CPU 64, GPU 256; a trace: all)"},
-    {"--rate", "R|inf", "inf", REAL, AT(rate), 1e-6, 1e9, CMD_COMPARE,
-     "arrivals per second; inf: all at once, a trace as recorded"},
-    {"--burstiness", "X", "1", REAL, AT(burstiness), 0.01, 100, CMD_COMPARE,
-     "shape of the gamma gaps: 1 Poisson, less is burstier"},
-    {"--trace", "FILE", "", TEXT, AT(trace), 0, 0, CMD_COMPARE,
-     "TIMESTAMP,ContextTokens,GeneratedTokens or arrival_s,prompt_tokens,output_tokens"},
-    {"\nScheduler", "", "", HEADING, 0, 0, 0, CMD_COMPARE, ""},
-    {"--policy", "LIST", "static,bucketed,continuous", TEXT, AT(policy), 0, 0, CMD_COMPARE,
-     "which"},
-    {"--max-batch", "N", "", INT, AT(max_batch), 1, 32768, CMD_COMPARE,
-     "sequences at once (CPU 8, GPU 32)"},
-    {"--max-input-len", "N", "", INT, AT(max_input_len), 1, 1e6, CMD_COMPARE,
-     "longer prompts are rejected"},
-    {"--max-new-tokens", "N", "", INT, AT(max_new_tokens), 1, 1e6, CMD_COMPARE,
-     "longer outputs are rejected"},
-    {"--max-total-tokens", "N", "", INT, AT(max_total_tokens), 1, 1e9, CMD_COMPARE,
-     "prompts and outputs of all that run"},
-    {"--kv-tokens", "N", "", INT, AT(kv_tokens), 16, 1e9, CMD_COMPARE,
-     "pretend the KV pool is smaller"},
-    {"--kv-watermark", "PCT", "1", REAL, AT(kv_watermark_pct), 0.01, 90, CMD_COMPARE,
-     "share of the pool kept free when one is admitted"},
-    {"--batch-wait", "S", "0.5", REAL, AT(batch_wait_s), 0.001, 1e6, CMD_COMPARE,
-     "static: how long an incomplete batch waits"},
-    {"--timeout", "S", "", REAL, AT(timeout_s), 0.001, 1e6, CMD_COMPARE,
-     "drop what is not done this long after its arrival"},
-    {"\nRecommendation", "", "", HEADING, 0, 0, 0, CMD_REPORT, ""},
-    {"--slo-ttft", "MS", "", REAL, AT(rules.slo_ttft_ms), 0.001, 1e9, CMD_REPORT, "longest TTFT"},
-    {"--slo-tpot", "MS", "", REAL, AT(rules.slo_tpot_ms), 0.001, 1e9, CMD_REPORT, "longest TPOT"},
-    {"--percentile", "50|95|99", "95", CHOICE, AT(percentile), 0, 0, CMD_REPORT, "judges latency"},
-    {"--min-gain", "PCT", "10", REAL, AT(rules.min_gain_pct), 0.1, 100, CMD_CURVE,
-     "less throughput gained per doubling of the batch is a plateau"},
-    {"--watermark", "PCT", "90", REAL, AT(rules.watermark_pct), 1, 100, CMD_CURVE,
-     "share of the memory that may be used"},
-    {"\nText", "", "", HEADING, 0, 0, 0, CMD_COMPARE | CMD_GENERATE, ""},
-    {"--prompt", "TEXT", "", PROMPT, 0, 1, MAX_PROMPTS, CMD_GENERATE,
-     "text to continue; repeatable"},
-    {"--prompts", "FILE", "", TEXT, AT(prompts_file), 0, 0, CMD_COMPARE | CMD_GENERATE,
-     "prompts, one a line"},
-    {"--temperature", "X", "", REAL, AT(temperature), 0, 10, CMD_COMPARE | CMD_GENERATE,
-     "0: likeliest token (generate 0, compare 1)"},
-    {"--json", "", "", FLAG, AT(json), 0, 0, CMD_GENERATE, "an object per prompt"},
-    {"\nOutput", "", "", HEADING, 0, 0, 0, CMD_ALL, ""},
-    {"--out", "DIR", "plots", TEXT, AT(out), 0, 0, CMD_REPORT, "for CSV, JSON, PNG"},
-    {"--quiet", "", "", FLAG, AT(quiet), 0, 0, CMD_ALL, "no progress line"},
-    {"--help", "", "", FLAG, AT(help), 0, 0, CMD_ALL, "this text"},
-    {"--version", "", "", FLAG, AT(version), 0, 0, CMD_ALL, "the version"},
-};
-#undef AT
-enum { N_OPTIONS = sizeof option_table / sizeof option_table[0] };
-
-static void print_help(FILE* f, int commands) {
-  fputs(
-      "bs measures how batch size trades memory and latency for throughput in LLM inference.\n\n"
-      "bs [sweep]   measure batch 1,2,4,...: the curve, its knee, a config\n"
-      "bs compare   one stream of requests through static, bucketed, continuous batching\n"
-      "bs generate  continue prompts, all of them in one batch\n"
-      "bs plan      the arithmetic and the predicted curve for a GPU that is not here\n"
-      "bs knee FILE the working point of measurements: our CSV, vLLM's, llama-batched-bench's\n"
-      "bs COMMAND --help lists only what it uses; --option=VALUE works too.\n",
-      f);
-  for (const Option* opt = option_table; opt < option_table + N_OPTIONS; opt++) {
-    const char* format = *opt->def ? "  %-13s %-19s %s (default %s)\n" : "  %-13s %-19s %s\n";
-    if (commands != 0 && !(opt->commands & commands)) continue;
-    fprintf(f, opt->type == HEADING ? "%s\n" : format, opt->name, opt->arg, opt->help, opt->def);
-  }
-  fputs(
-      "\nTTFT = first token - arrival, queueing included. E2E = last token - arrival.\n"
-      "ITL = each gap between consecutive tokens, pooled over the requests.\n"
-      "TPOT = (E2E - TTFT) / (output tokens - 1), of requests with two output tokens or more.\n"
-      "tok/s = output tokens / (last finish - first arrival); per user: 1 / TPOT.\n"
-      "Percentiles are interpolated linearly on the sorted values.\n"
-      "Exit status: 0 done, 1 failed while running, 2 bad usage, 130 interrupted.\n",
-      f);
-}
-
-// The place of text in "a|b|c"; -1 = not in it.
-static int choice_index(const char* choices, const char* text) {
-  for (int i = 0;; i++) {
-    size_t n = strcspn(choices, "|");
-    if (n == strlen(text) && strncmp(choices, text, n) == 0) return i;
-    if (choices[n] == '\0') return -1;
-    choices += n + 1;
-  }
-}
-
-// The numbers in "1,2,4", which must ascend; 0 = bad. Only a LIST has more than one. Stricter than
-// strtod: no space, sign, hex, exponent, inf or nan.
-static int parse_numbers(const char* text, const Option* opt, double* values) {
-  const char* digits = opt->type == REAL || opt->type == SIZE ? "0123456789." : "0123456789";
-  for (int n = 0; n < (opt->type == LIST ? MAX_BATCHES : 1); text++) {
-    char* end;
-    double value = strtod(text, &end);
-    size_t length = strspn(text, digits);
-    if (length == 0 || end != text + length) return 0;
-    if (opt->type == SIZE) value *= *end == 'M' ? 0x1p20 : *end == 'G' ? 0x1p30 : 0;
-    end += opt->type == SIZE;  // past the unit; without one the value is 0 and refused
-    if (!(value >= opt->lo && value <= opt->hi) || (n > 0 && value <= values[n - 1])) return 0;
-    values[n++] = value;
-    text = end;
-    if (*text != ',') return *text == '\0' ? n : 0;
-  }
-  return 0;
-}
-
-static bool set_option(Options* o, const Option* opt, const char* text, char* err) {
-  void* field = (char*)o + opt->offset;
-  double values[MAX_BATCHES];
-  int n = opt->type <= LIST ? parse_numbers(text, opt, values) : 0;
-  bool inf = opt->type == REAL && strstr(opt->arg, "|inf") && strcmp(text, "inf") == 0;
-  bool ok = opt->type > LIST || n > 0 || inf;
-  if (opt->type == CHOICE) ok = choice_index(opt->arg, text) >= 0;
-  if (opt->type == LENGTH) ok = parse_dist(text, (Dist*)field);
-  if (opt->type == LENGTH && ok)
-    *(opt->offset == offsetof(Options, input) ? &o->input_text : &o->output_text) = text;
-  if (opt->type == TEXT) ok = *text != '\0';
-  if (opt->type == PROMPT) ok = *text != '\0' && o->n_prompts < MAX_PROMPTS;
-  if (!ok && (opt->type == TEXT || opt->type == PROMPT)) {
-    return say(err, ERR_LEN, "%s: %s", opt->name,
-               *text ? "at most 256 of them" : "the text is empty");
-  }
-  if (!ok) {
-    char range[80] = "";
-    const char* order = opt->type == LIST ? ", ascending, at most 32 of them," : "";
-    if (opt->hi > 0) snprintf(range, sizeof range, "%s from %.9g to %.9g", order, opt->lo, opt->hi);
-    return say(err, ERR_LEN, "%s '%.80s': allowed is %s%s", opt->name, text, opt->arg, range);
-  }
-  if (opt->type == INT) *(int*)field = (int)values[0];
-  if (opt->type == REAL) *(double*)field = inf ? 0 : values[0];
-  if (opt->type == SIZE) *(uint64_t*)field = (uint64_t)values[0];
-  if (opt->type == LIST) *(int*)field = n;  // the numbers follow
-  for (int i = 0; i < n && opt->type == LIST; i++) ((int*)field)[i + 1] = (int)values[i];
-  if (opt->type == FLAG) *(bool*)field = true;
-  if (opt->type == TEXT || opt->type == CHOICE) *(const char**)field = text;
-  if (opt->type == PROMPT) o->prompts[o->n_prompts++] = text;
-  return true;
-}
-
-// Options that must agree with each other. False: err names them.
-static bool check_options(Options* o, char* err) {
-  char text[64];
-  bool lengths =
-      o->command == CMD_COMPARE || (o->input.kind <= DIST_FIXED && o->output.kind <= DIST_FIXED);
-  if (!lengths)
-    return say(err, ERR_LEN, "--input-len and --output-len are numbers for bs %s", o->command_name);
-  o->input_len = (int)o->input.a;
-  o->output_len = (int)o->output.a;
-  snprintf(text, sizeof text, "%s", o->policy);
-  for (char *name = text, *rest; name != NULL; name = rest) {
-    if ((rest = strchr(name, ',')) != NULL) *rest++ = '\0';
-    int policy = choice_index("static|bucketed|continuous", name);
-    if (policy < 0 || o->policies & 1 << policy)
-      return say(err, ERR_LEN,
-                 "--policy '%.80s': allowed are static,bucketed,continuous, each once", o->policy);
-    o->policies |= 1 << policy;
-  }
-  bool sim = strncmp(o->device, "sim:", 4) == 0;
-  if (o->command == CMD_KNEE && !o->file) return say(err, ERR_LEN, "bs knee needs a FILE");
-  if (o->command == CMD_PLAN && !sim)
-    return say(err, ERR_LEN, "bs plan needs a GPU to plan for: --device sim:h100 or another");
-  if (sim && !find_sim_gpu(o->device + 4, &sim_gpu, err)) return false;
-  if (!sim && choice_index("auto|cuda|cpu", o->device) < 0)
-    return say(err, ERR_LEN, "--device '%.80s': allowed is auto|cuda|cpu|sim:GPU", o->device);
-  if (sim && o->command == CMD_GENERATE)
-    return say(err, ERR_LEN, "bs generate needs a device that computes: %s does not", o->device);
-  if (o->max_batch > 0 && o->step_tokens > 0 && o->max_batch > o->step_tokens)
-    return say(err, ERR_LEN,
-               "--max-batch %d needs --step-tokens of as many: everyone decodes in a step",
-               o->max_batch);
-  if (strcmp(o->device, "cpu") == 0 && strcmp(o->matmul, "auto") != 0) {
-    return say(err, ERR_LEN, "--matmul %s needs a GPU: --device %s allows auto", o->matmul,
-               o->device);
-  }
-  if (o->command == CMD_GENERATE && (o->n_prompts > 0) == (o->prompts_file != NULL)) {
-    return say(err, ERR_LEN, "bs generate needs either --prompt TEXT or --prompts FILE");
-  }
-  return true;
-}
-
-// False: err names the argument and what is allowed. With --help alone `command` is 0.
-static bool parse_options(int argc, char** argv, Options* o, char* err) {
-  bool seen[N_OPTIONS] = {false};
-  bool named = argc > 1 && argv[1][0] != '-';
-  memset(o, 0, sizeof *o);
-  o->model = "";
-  o->temperature = NAN;
-  o->command_name = named ? argv[1] : "sweep";
-  int command = choice_index(command_names, o->command_name);
-  if (command < 0) return say(err, ERR_LEN, "bs %.80s: allowed is %s", argv[1], command_names);
-  for (int i = 0; i < N_OPTIONS; i++) {
-    const Option* opt = &option_table[i];
-    if (*opt->def && !set_option(o, opt, opt->def, err)) return false;
-  }
-  for (int i = named ? 2 : 1; i < argc; i++) {
-    char* name = argv[i];
-    if (1 << command == CMD_KNEE && name[0] != '-' && !o->file) {
-      o->file = name;
-      continue;
-    }
-    char* value = strchr(name, '=');
-    if (value) *value++ = '\0';
-    int at = 0;
-    while (at < N_OPTIONS && strcmp(name, option_table[at].name) != 0) at++;
-    if (at == N_OPTIONS) return say(err, ERR_LEN, "unknown option '%.80s': see bs --help", name);
-    const Option* opt = &option_table[at];
-    bool flag = opt->type == FLAG;
-    if (!flag && !value && i + 1 < argc && strncmp(argv[i + 1], "--", 2) != 0) value = argv[++i];
-    if (flag == (value != NULL)) return say(err, ERR_LEN, "write it as %s %s", name, opt->arg);
-    if (seen[at] && opt->type != PROMPT) return say(err, ERR_LEN, "%s is given twice", name);
-    seen[at] = true;
-    if (strcmp(name, "--percentile") == 0) o->percentile_given = true;
-    if (!set_option(o, opt, value, err)) return false;
-    bool applies = opt->commands & 1 << command;
-    if (!applies) return say(err, ERR_LEN, "%s is not for bs %s", name, o->command_name);
-  }
-  o->rules.percentile = atoi(o->percentile);
-  o->command = named || !o->help ? 1 << command : 0;
-  if (o->help || o->version) return true;
-  return check_options(o, err);
-}
+#include "parts/options.h"
 
 // ---- The sweep: one row per batch size, everything else held fixed (article 1, sections 3 and 5).
 
@@ -2315,7 +1500,7 @@ typedef struct {
   Device device;
   Model model;
   Weights weights;
-  double load_seconds;  // that the files took; the device's part comes on top
+  double load_start;  // seconds on now()'s clock
 } Session;
 
 static void on_interrupt(int signal_number) {
@@ -2450,169 +1635,8 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   engine_close(&e);
   return whole;
 }
-// ---- The plan: the same arithmetic for a GPU that is not here and a model that was not loaded
-// (article 2, section 4.4). Times are the roofline's: what no program can beat, and what a good one
-// comes near to where a step is long.
-
-typedef struct {
-  Config config;
-  Device device;      // name, limit and ceilings of all cards together: ideal tensor parallelism
-  int cards, fewest;  // in use; that hold the model and one request
-  bool fp8_kv;
-  int input_len, output_len, step_tokens;
-  double watermark_pct;
-} Plan;
-
-// fp8: a byte per number, and for each token, layer and head a scale of two bytes for K and for V.
-static double plan_kv_bytes(const Plan* p) {
-  const Config* c = &p->config;
-  double fp8_bytes = 2.0 * c->n_layers * c->n_kv_heads * (c->head_dim + 2);
-  return p->fp8_kv ? fp8_bytes : (double)kv_bytes_per_token(c, 2);
-}
-
-// Counts a step: a token for each of n sequences at their mean context, or a prompt of n tokens.
-static Work plan_work(const Plan* p, int n, bool decode) {
-  int* pos = (int*)xcalloc(2 * (size_t)n, sizeof *pos);
-  Batch b = {n, decode ? n : 1, NULL, pos, pos + n, NULL};
-  for (int i = 0; i < n; i++) {
-    b.pos[i] = decode ? p->input_len + (p->output_len - 2) / 2 : i;
-    b.slot[i] = decode ? i : 0;
-  }
-  Work w = count_work(&p->config, &b, 2);
-  double saved = w.kv_bytes * (1 - plan_kv_bytes(p) / (double)kv_bytes_per_token(&p->config, 2));
-  w.kv_bytes -= saved;
-  w.noreuse_bytes -= saved;
-  free(pos);
-  return w;
-}
-
-// The four parts for `batch` sequences of `length` tokens. The workspace is that of kernels.h
-// without its small parts; 533 MiB is what one H200 lost beyond our allocations (plots/h200).
-static void plan_memory(const Plan* p, int batch, int length, SweepRow* row) {
-  const Config* c = &p->config;
-  int qkv = qkv_width(c), q = c->n_heads * c->head_dim;
-  double blocks = (length + KV_BLOCK - 1) / KV_BLOCK, tokens = (double)batch * p->input_len;
-  tokens = fmin(fmax(tokens, batch), p->step_tokens);
-  double work =
-      tokens * (6.0 * c->dim + 4.0 * (qkv > c->dim ? qkv : c->dim) + 4.0 * q + 2.0 * c->hidden_dim);
-  row->mem_weights_mib = 2.0 * parameter_count(c) / MIB;
-  row->mem_kv_mib = batch * blocks * KV_BLOCK * plan_kv_bytes(p) / MIB;
-  row->mem_work_mib = (work + 4.0 * batch * c->vocab_size) / MIB;
-  row->mem_other_mib = 533.0 * p->cards;
-  row->mem_limit_mib = p->device.limit / MIB;
-  row->mem_used_mib =
-      row->mem_weights_mib + row->mem_kv_mib + row->mem_work_mib + row->mem_other_mib;
-}
-
-// The most sequences of `length` tokens that stay under the watermark; memory grows with each.
-static int plan_fit(const Plan* p, int length) {
-  int fit = 0;
-  for (int step = 1 << 20; step > 0; step /= 2) {
-    SweepRow r;
-    plan_memory(p, fit + step, length, &r);
-    if (100 * r.mem_used_mib <= p->watermark_pct * r.mem_limit_mib) fit += step;
-  }
-  return fit;
-}
-
-static void plan_row(const Plan* p, int batch, SweepRow* row) {
-  const Device* d = &p->device;
-  int in = p->input_len, out = p->output_len;
-  memset(row, 0, sizeof *row);
-  row->batch = row->n_requests = batch;
-  row->input_len = in;
-  row->output_len = out;
-  plan_memory(p, batch, in + out, row);
-  if (row->mem_used_mib > row->mem_limit_mib) {
-    row->status = ROW_SKIPPED;
-    say(row->reason, sizeof row->reason, "KV needs %.2f GiB, %.2f GiB left", row->mem_kv_mib / 1024,
-        (row->mem_limit_mib - row->mem_used_mib + row->mem_kv_mib) / 1024);
-    return;
-  }
-  StepTotals prefill, decode;
-  memset(&prefill, 0, sizeof prefill);
-  memset(&decode, 0, sizeof decode);
-  Work all = plan_work(p, in, false), each = plan_work(p, batch, true);
-  double tokens = (double)batch * in;  // every prompt is read before anyone decodes, as in measure
-  all.weight_bytes *= ceil(tokens / p->step_tokens);
-  all.kv_bytes *= batch;
-  all.flops *= batch;
-  add_step(&prefill, d, all, (int)tokens, 0);
-  add_step(&decode, d, each, batch, 0);
-  prefill.seconds = prefill.roof;
-  decode.seconds = decode.roof;
-  decode.n = out > 1;
-  double first = 1e3 * prefill.roof, step = out > 1 ? 1e3 * decode.roof : NAN;
-  double last = first + 1e3 * (out - 1) * decode.roof;
-  Percentiles ttft = {first, first, first, batch}, tpot = {step, step, step, out > 1 ? batch : 0};
-  Percentiles e2e = {last, last, last, batch};
-  row->ttft = ttft;
-  row->tpot = row->itl = tpot;
-  row->itl.n = batch * (out - 1);
-  row->e2e = e2e;
-  row->output_tok_s = 1e3 * batch * out / last;
-  row->user_tok_s = 1e3 / step;
-  fill_speed(row, d, &prefill, &decode);
-}
-
-static void plan_cards(Plan* p, const SimGpu* gpu, int cards, double vram) {
-  double mem = vram > 0 && vram < gpu->mem ? vram : gpu->mem;
-  p->cards = cards;
-  p->device.limit = (size_t)(mem * cards);
-  p->device.bandwidth = gpu->bandwidth * cards;
-  p->device.rate = gpu->rate * cards;
-  snprintf(p->device.name, sizeof p->device.name, "%.200s", gpu->name);
-  if (cards > 1) snprintf(p->device.name, sizeof p->device.name, "%d x %.200s", cards, gpu->name);
-}
-
-// Spreads the model over `cards`, or, if that is 0, over the fewest. False: it is not enough.
-static bool plan_open(Plan* p, const SimGpu* gpu, int cards, double vram, char* err) {
-  int length = p->input_len + p->output_len;
-  SweepRow one;
-  plan_cards(p, gpu, p->fewest = 1, vram);
-  while (p->fewest < 1024 && plan_fit(p, length) == 0) plan_cards(p, gpu, ++p->fewest, vram);
-  if (cards > 0) plan_cards(p, gpu, cards, vram);
-  if (plan_fit(p, length) > 0) return true;
-  plan_memory(p, 1, length, &one);
-  return say(err, ERR_LEN,
-             "%s does not fit %s: weights %.1f GiB, with one request %.1f GiB, and %g%% of %.1f "
-             "GiB may be used; it needs %s--gpus %d",
-             p->config.name, p->device.name, one.mem_weights_mib / 1024, one.mem_used_mib / 1024,
-             p->watermark_pct, one.mem_limit_mib / 1024, p->fewest < 1024 ? "" : "more than ",
-             p->fewest);
-}
-
-static void print_plan(FILE* f, const Plan* p) {
-  const Config* c = &p->config;
-  double kv = plan_kv_bytes(p);
-  int length = p->input_len + p->output_len, most = plan_fit(p, length);
-  SweepRow r;
-  plan_memory(p, most, length, &r);
-  fprintf(f, "Simulated: %s on %s, %.0f GB/s, %.1f TFLOP/s; %d prompt + %d new tokens\n", c->name,
-          p->device.name, p->device.bandwidth / 1e9, p->device.rate / 1e12, p->input_len,
-          p->output_len);
-  if (p->cards > 1)
-    fprintf(
-        f,
-        "%d cards, as ideal tensor parallelism: all adds up and messages cost nothing (real ones "
-        "do); %d hold the weights\n",
-        p->cards, p->fewest);
-  fprintf(f, "Memory: %d requests fit into %g%% of %.1f GiB: weights %.2f + KV cache %.2f", most,
-          p->watermark_pct, r.mem_limit_mib / 1024, r.mem_weights_mib / 1024, r.mem_kv_mib / 1024);
-  fprintf(f, " + workspace %.2f + framework %.2f GiB\n", r.mem_work_mib / 1024,
-          r.mem_other_mib / 1024);
-  fprintf(f, "KV cache: %.1f KiB per token (%d of %d heads, %s)\n", kv / 1024, c->n_kv_heads,
-          c->n_heads, p->fp8_kv ? "fp8" : "fp16");
-  fprintf(f, "  tokens  GiB each  sequences that fit  on each card\n");
-  for (length = 512; length <= c->max_context; length *= 2) {
-    int fit = plan_fit(p, length);
-    fprintf(f, "%8d%10.3f%20d%14.1f\n", length, length * kv / GIB, fit, (double)fit / p->cards);
-  }
-  fprintf(f, "\n");
-}
-
-#include "plots/plots.h"
-#include "weights/tokenizer.h"
+#include "parts/plots.h"
+#include "parts/tokenizer.h"
 
 // ---- Commands.
 
@@ -2658,12 +1682,10 @@ static const char* choose_model(const Session* s, const Options* o) {
 static bool open_model(Session* s, const Options* o, char* err) {
   const char* name = choose_model(s, o);
   const Config* preset = find_preset(name);
+  s->load_start = now();
   if (preset && random_model(preset, (uint32_t)o->seed, &s->model)) return true;
   struct stat st;
-  double start = now();
-  bool found = stat(name, &st) == 0, ok = found && load_model(name, &s->model, err);
-  s->load_seconds = now() - start;
-  if (found) return ok;
+  if (stat(name, &st) == 0) return load_model(name, &s->model, err);
   int n = snprintf(err, ERR_LEN, "%.200s is neither a directory nor a preset; presets:", name);
   for (int i = 0; i < N_PRESETS; i++) n += snprintf(err + n, ERR_LEN - n, " %s", presets[i].name);
   return false;
@@ -2726,14 +1748,13 @@ static int cmd_sweep(Session* s, const Options* o) {
   ResultFile csv;
   if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
     return give_up(1, err);
-  double start = now();
   if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul),
                     o->input_len + o->output_len, err)) {
     result_drop(&csv);
     return give_up(1, err);
   }
   printf("%s on %s: %.0f M parameters, loaded in %.1f s; %d prompt + %d new tokens\n", c->name,
-         s->device.name, parameter_count(c) / 1e6, s->load_seconds + now() - start, o->input_len,
+         s->device.name, parameter_count(c) / 1e6, now() - s->load_start, o->input_len,
          o->output_len);
   printf(
       "probed ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.1f GiB, limit %.1f GiB\n\n",
@@ -2809,89 +1830,7 @@ static int save_report(const SweepReport* s, const Options* o, const char* dtype
   return 0;
 }
 
-// bs knee FILE: the walk over measurements that are there already.
-static int cmd_knee(const Options* o) {
-  static SweepRow rows[MAX_MEASURED];
-  char err[ERR_LEN], note[WHY_LEN];
-  KneeRules rules = o->rules;
-  int n = read_measurements(o->file, o->input_len, o->output_len, rows, err);
-  if (n < 0 || !choose_latency(o->file, rows, n, &rules, o->percentile_given, note, err))
-    return give_up(1, err);
-  SweepReport report = new_report(rows, n, rules, *o->model ? o->model : "unknown model", o->file);
-  print_walk(stdout, &report);
-  printf("\n%s\n", note);
-  return save_report(&report, o, "unknown", o->file);
-}
-
-static int plan_curve(const Plan* p, const Options* o, SweepRow* rows) {
-  static const int defaults[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024};
-  int n = o->n_batches ? o->n_batches : 11;
-  for (int i = 0; i < n; i++) plan_row(p, o->n_batches ? o->batches[i] : defaults[i], &rows[i]);
-  return n;
-}
-
-// bs plan: budget, predicted curve and its knee.
-static int cmd_plan(Session* s, const Options* o) {
-  static SweepRow rows[MAX_BATCHES][MAX_BATCHES];
-  static SweepReport reports[MAX_BATCHES];
-  char err[ERR_LEN], path[PATH_LEN];
-  Plan p;
-  memset(&p, 0, sizeof p);
-  s->device.limit = (size_t)sim_gpu.mem;
-  const char* name = choose_model(s, o);
-  const Config* preset = find_preset(name);
-  snprintf(path, sizeof path, "%s/config.json", name);
-  if (preset) p.config = *preset;
-  if (!preset && !load_config(path, &p.config, err)) return give_up(1, err);
-  if (!preset) snprintf(p.config.name, sizeof p.config.name, "%.63s", name);
-  p.fp8_kv = strcmp(o->kv, "fp8") == 0;
-  p.input_len = o->input_len;
-  p.output_len = o->output_len;
-  p.step_tokens = o->step_tokens;
-  p.watermark_pct = o->rules.watermark_pct;
-  if (o->input_len + o->output_len > p.config.max_context) {
-    snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
-             o->input_len, o->output_len, p.config.name, p.config.max_context);
-    return give_up(2, err);
-  }
-  int own = p.config.n_kv_heads, n = o->n_kv_heads ? o->n_kv_heads : 1, cards = o->cards, shown = 0;
-  const int* heads = o->n_kv_heads ? o->kv_heads : &own;
-  for (int i = n - 1; i >= 0; i--) {  // the most heads first: they need the most cards
-    p.config.n_kv_heads = heads[i];
-    if (p.config.n_heads % heads[i] != 0) {
-      snprintf(err, sizeof err, "--kv-heads %d: must divide the %d query heads of %s", heads[i],
-               p.config.n_heads, p.config.name);
-      return give_up(2, err);
-    }
-    if (!plan_open(&p, &sim_gpu, cards, (double)o->vram, err)) return give_up(1, err);
-    cards = p.cards;
-    if (heads[i] == own) shown = i;
-    SweepReport r =
-        new_report(rows[i], plan_curve(&p, o, rows[i]), o->rules, p.config.name, p.device.name);
-    r.simulated = true;
-    r.bandwidth = p.device.bandwidth;
-    r.rate = p.device.rate;
-    r.cards = cards;
-    r.fp8_kv = p.fp8_kv;
-    reports[i] = r;
-  }
-  p.config.n_kv_heads = heads[shown];
-  print_plan(stdout, &p);
-  print_table_header(stdout, o->rules);
-  for (int i = 0; i < reports[shown].n_rows; i++) print_row(stdout, &rows[shown][i], o->rules);
-  printf("\n");
-  if (n > 1) printf("KV heads  KiB/token  sequences that fit  working point     tok/s\n");
-  for (int i = 0; i < n && n > 1; i++) {
-    p.config.n_kv_heads = heads[i];
-    const Knee* k = &reports[i].knee;
-    const SweepRow* r = k->working < 0 ? &no_row : &rows[i][k->working];
-    printf("%8d%11.1f%20d%15d%10.0f\n", heads[i], plan_kv_bytes(&p) / 1024,
-           plan_fit(&p, o->input_len + o->output_len), r->batch, r->output_tok_s);
-  }
-  if (n > 1) printf("\n");
-  const char* dtype = p.fp8_kv ? "fp16, KV cache fp8" : "fp16";
-  return save_report(&reports[shown], o, dtype, NULL);
-}
+#include "parts/plan.h"
 
 // Lines of a file as prompts; returns how many, or -1.
 static int read_prompts(const char* path, const char** prompts, char* err) {
@@ -2918,6 +1857,38 @@ static int read_prompts(const char* path, const char** prompts, char* err) {
   free(line);
   fclose(f);
   return n > 0 ? n : -1;
+}
+
+// ---- A stream of requests: lengths and arrivals, drawn or from a trace.
+
+// Uniform in (0, 1); a sequence per seed.
+static double next_uniform(uint32_t* state) {
+  return ((hash32((*state)++) >> 8) + 0.5) / 16777216.0;
+}
+
+static double next_normal(uint32_t* state) {  // Box and Muller
+  double u = next_uniform(state);
+  return sqrt(-2 * log(u)) * cos(2 * 3.14159265358979323846 * next_uniform(state));
+}
+
+// Gamma of this shape and mean 1 (Marsaglia and Tsang 2000). Shape 1 is exponential: Poisson
+// arrivals.
+static double next_gamma(uint32_t* state, double shape) {
+  double boost = shape < 1 ? pow(next_uniform(state), 1 / shape) : 1;
+  double d = (shape < 1 ? shape + 1 : shape) - 1.0 / 3, c = 1 / sqrt(9 * d), x, v;
+  do {
+    x = next_normal(state);
+    v = (1 + c * x) * (1 + c * x) * (1 + c * x);
+  } while (v <= 0 || log(next_uniform(state)) >= 0.5 * x * x + d - d * v + d * log(v));
+  return d * v * boost / shape;
+}
+
+static int draw_length(const Dist* d, uint32_t* state) {
+  double x = d->a;
+  if (d->kind == DIST_UNIFORM) x = d->a + floor((d->b - d->a + 1) * next_uniform(state));
+  if (d->kind == DIST_EXP) x = -d->a * log(next_uniform(state));
+  if (d->kind == DIST_LOGNORMAL) x = d->a * exp(d->b * next_normal(state) - d->b * d->b / 2);
+  return (int)fmin(fmax(round(x), 1), d->cap > 0 ? d->cap : 1.0 * MOST_TOKENS);
 }
 
 // ---- Compare: one stream of requests through every policy, on the same engine.
@@ -3070,62 +2041,6 @@ static PolicyResult policy_result(const Workload* w, const RunStats* stats, cons
   p.e2e_ms = all.e2e;
   return p;
 }
-
-static void put_policy_row(FILE* f, Form form, const PolicyResult* p) {
-  put(f, form,
-      "'policy': %s, 'requests': %i, 'completed': %i, 'rejected': %i, 'output_tok_s': %g,\n"
-      "'request_per_s': %g, 'goodput_req_s': %f, 'ttft_p50_ms': %g, 'ttft_p95_ms': %g,\n"
-      "'ttft_p99_ms': %g, 'tpot_p50_ms': %g, 'tpot_p95_ms': %g, 'tpot_p99_ms': %g,\n"
-      "'itl_p50_ms': %g, 'itl_p95_ms': %g, 'itl_p99_ms': %g, 'e2e_p50_ms': %g, 'e2e_p95_ms': %g,\n"
-      "'e2e_p99_ms': %g, 'n_ttft': %i, 'n_tpot': %i, 'n_itl': %i, 'n_e2e': %i,\n"
-      "'occupancy_pct': %f, 'padding_pct': %f, 'kv_unused_pct': %f, 'preemptions': %i,\n"
-      "'timed_out': %i, 'duration_s': %g",
-      policy_names[p->policy], p->requests, p->completed, p->rejected, p->output_tok_s,
-      p->request_per_s, p->goodput_req_s, p->ttft.p50, p->ttft.p95, p->ttft.p99, p->tpot.p50,
-      p->tpot.p95, p->tpot.p99, p->itl.p50, p->itl.p95, p->itl.p99, p->e2e.p50, p->e2e.p95,
-      p->e2e.p99, p->ttft.n, p->tpot.n, p->itl.n, p->e2e.n, p->occupancy_pct, p->padding_pct,
-      p->kv_unused_pct, p->preemptions, p->timed_out, p->duration_s);
-}
-
-static void put_request_row(FILE* f, Form form, Policy policy, int i, const Request* r,
-                            double start) {
-  static const char* const names[] = {"cut short", "cut short", "finished", "rejected",
-                                      "timed out"};
-  double first = r->n_new > 0 ? r->time[0] - start - r->arrival : NAN;
-  double last = r->n_new > 0 ? r->time[r->n_new - 1] - start - r->arrival : NAN;
-  put(f, form,
-      "'policy': %s, 'id': %i, 'arrival_s': %f, 'prompt_tokens': %i, 'output_tokens': %i, "
-      "'ttft_ms': %g, 'tpot_ms': %g, 'e2e_ms': %g, 'preemptions': %i, 'status': %s",
-      policy_names[policy], i, r->arrival, r->n_prompt, r->n_new, 1e3 * first,
-      r->n_new > 1 ? 1e3 * (last - first) / (r->n_new - 1) : NAN,
-      r->status == FINISHED ? 1e3 * last : NAN, r->preemptions, names[r->status]);
-  fputc('\n', f);
-}
-
-static void print_policy_header(FILE* f, int percentile) {
-  fprintf(f, "%-11s%6s%9s%8s%9s%9s%9s%9s%9s%9s%7s%6s%6s%8s%9s\n", "policy", "done", "tok/s",
-          "req/s", "goodput", "TTFT p50", "p", "TPOT p50", "p", "E2E p50", "slots", "pad", "KV",
-          "preempt", "seconds");
-  fprintf(f, "%-11s%6s%9s%8s%9s%9s%8d%%%9s%8d%%%9s%7s%6s%6s%8s%9s\n", "", "", "", "", "req/s", "ms",
-          percentile, "ms", percentile, "ms", "used%", "%", "idle%", "", "");
-}
-
-static void print_policy(FILE* f, const PolicyResult* p, int q) {
-  char line[256];
-  snprintf(
-      line, sizeof line, "%-11s%6d%9.1f%8.2f%9.2f%9.1f%9.1f%9.2f%9.2f%9.1f%7.1f%6.1f%6.1f%8d%9.2f",
-      policy_names[p->policy], p->completed, p->output_tok_s, p->request_per_s, p->goodput_req_s,
-      p->ttft.p50, at_percentile(p->ttft, q), p->tpot.p50, at_percentile(p->tpot, q), p->e2e.p50,
-      p->occupancy_pct, p->padding_pct, p->kv_unused_pct, p->preemptions, p->duration_s);
-  for (char* nan = line; (nan = strstr(nan, "nan")) != NULL;) memcpy(nan, "  -", 3);
-  fprintf(f, "%s\n", line);
-  if (p->rejected + p->timed_out > 0)
-    fprintf(f, "%-11s%d rejected, %d timed out, of %d\n", "", p->rejected, p->timed_out,
-            p->requests);
-}
-
-static PolicyResult no_result;  // all of it undefined
-static Request no_request;
 
 // Tokens of every request in one number, so that two runs can be compared.
 static uint32_t answers_of(const Request* r) {
@@ -3530,12 +2445,10 @@ static int cmd_generate(Session* s, const Options* o) {
 
 static int run_on_device(Session* s, Options* o) {
   char err[ERR_LEN];
-  bool given = *o->model != '\0';  // a broken directory is told before the device is probed
-  if (given && !open_model(s, o, err)) return give_up(1, err);
   if (!open_device(s, o, err)) return give_up(1, err);
   if (s->device.api == &cpu_backend && strcmp(o->matmul, "auto") != 0)
     return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
-  if (!given && !open_model(s, o, err)) return give_up(1, err);
+  if (!open_model(s, o, err)) return give_up(1, err);
   fill_defaults(o, &s->model.config, s->device.api != &cpu_backend);
   int status = o->command == CMD_GENERATE  ? cmd_generate(s, o)
                : o->command == CMD_COMPARE ? cmd_compare(s, o)
@@ -3575,7 +2488,7 @@ int main(int argc, char** argv) {
   sigaction(SIGBUS, &action, NULL);
   if (o.command == CMD_PLAN) fill_defaults(&o, &s.model.config, true);
   int status = o.command == CMD_PLAN   ? cmd_plan(&s, &o)
-               : o.command == CMD_KNEE ? cmd_knee(&o)
+               : o.command == CMD_KNEE ? cmd_knee(&s, &o)
                                        : run_on_device(&s, &o);
   if (fflush(stdout) != 0 || ferror(stdout)) return give_up(1, "standard output: cannot write");
   return status;

@@ -6,7 +6,7 @@
 //   Config, Tensor, Model     a shape, a stored or seeded tensor, a checkpoint
 //   numbers                   fp16 as 16 bits, the hash behind random weights
 //   presets                   real models' shapes
-//   loader                    weights/loader.h: Hugging Face directory -> Model
+//   loader                    parts/loader.h: Hugging Face directory -> Model
 //   Weights, KVCache, Batch   what a device holds; the flat list of tokens that is a step's work
 //   vectors, matmul_cpu       the packed outer product: weights are read once for all tokens
 //   forward_cpu               RMSNorm, RoPE, grouped-query attention, SwiGLU
@@ -241,7 +241,7 @@ static const Config* find_preset(const char* name) {
     if (strcmp(presets[i].name, name) == 0) return &presets[i];
   return NULL;
 }
-#include "weights/loader.h"
+#include "parts/loader.h"
 
 // ---- The model on a device. A Matrix is one linear layer, y[T, n] = x[T, k] . w[n, k]^T; how w
 // lies in memory is the device's business (panel_index below, packed_index in bs.cu), which rows it

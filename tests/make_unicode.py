@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the tables of letters and numbers in weights/tokenizer.h, asked character by character of
+"""Prints the tables of letters and numbers in parts/tokenizer.h, asked character by character of
 the regular expressions that the tokenizers library splits with (0.23.3: Unicode 16).
 
   python3 tests/make_unicode.py        needs tokenizers, half a minute

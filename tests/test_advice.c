@@ -310,12 +310,40 @@ static void test_walk(void) {
   FILE* f = fmemopen(text, sizeof text, "w");
   print_walk(f, &s);
   fclose(f);
-  CHECK(has(text, "    1     100.0       -       10.00       -      -  ok\n"));
+  CHECK(has(text, "    1     100.0       -       10.00       -      -      -  ok\n"));
   // Two doublings: 3.6^(1/2) = 1.897. From 4 to 16: (500/360)^(1/2) = 1.179.
-  CHECK(has(text, "    4     360.0  +89.7%           -       -      -  ok: working point\n"));
-  CHECK(has(text, "    8         -       -           -       -      -  stop: memory\n"));
-  CHECK(has(text, "   16     500.0  +17.9%       80.00       -      -  beyond\n") &&
+  CHECK(
+      has(text, "    4     360.0  +89.7%           -       -      -      -  ok: working point\n"));
+  CHECK(has(text, "    8         -       -           -       -      -      -  stop: memory\n"));
+  CHECK(has(text, "   16     500.0  +17.9%       80.00       -      -      -  beyond\n") &&
         !has(text, "nan"));
+}
+
+static Plan plan_of(const char* model, const char* gpu, int cards, int in, int out) {
+  Plan p;
+  SimGpu g;
+  memset(&p, 0, sizeof p);
+  p.config = *find_preset(model);
+  p.input_len = in;
+  p.output_len = out;
+  p.step_tokens = 4096;
+  p.watermark_pct = 90;
+  *err = '\0';
+  CHECK(find_sim_gpu(gpu, &g, err));
+  plan_open(&p, &g, cards, 0, err);
+  return p;
+}
+
+// Beside vLLM's Llama-2-7B stands the roofline of an H100: batch 1 reads (6.738e9 - 0.131e9) * 2 B
+// of weights and 512 KiB * 361 of KV at 3.35 TB/s: 4.00 ms of 10.78.
+static void test_roofline_of_others(void) {
+  int n = read_measurements("tests/data/sweep_vllm_h100_bg_llama-2-7b.csv", 200, 323, rows, err);
+  Plan p = plan_of("llama-2-7b", "h100", 0, 200, 323);
+  add_roofline(&p, rows, n);
+  CHECK(fabs(rows[0].roof_us - 4001) < 2 && near(rows[0].step_us, 10777.7), "%g", rows[0].roof_us);
+  CHECK(fabs(rows[0].roof_pct - 37.1) < 0.1 && rows[0].bound == BOUND_OVERHEAD);
+  CHECK(rows[11].batch == 512 && isnan(rows[11].roof_us));  // 128 GiB of KV: it did not run at once
+  for (int i = 0; i < n; i++) CHECK(!(rows[i].roof_pct > 100));
 }
 
 // ---- GPUs and the plan
@@ -335,6 +363,12 @@ static void test_sim_gpu(void) {
                                     "mem=8G,bw=256e9,rate=40e12x",
                                     "mem=8T,bw=256e9,rate=40e12",
                                     "mem=8G,bw=0,rate=40e12",
+                                    "mem=8G,bw=256e9,rate=40e12,step=-1",
+                                    "step=1e-6",
+                                    "mem=8G,bw=256e9,rate=40e12,step=11",
+                                    "mem=8G,bw=256e9,rate=40e12,steps=1",
+                                    ",",
+                                    "mem=8G,,bw=256e9,rate=40e12",
                                     "mem=8G;bw=256e9;rate=40e12",
                                     "mem=8G,bw=1e99,rate=40e12"};
   SimGpu g;
@@ -343,27 +377,14 @@ static void test_sim_gpu(void) {
   for (int i = 0; i < 2; i++)
     CHECK(find_sim_gpu(good[i], &g, err) && g.mem == 8 * GIB && g.bandwidth == 256e9 &&
           g.rate == 40e12 && g.name == good[i]);
+  CHECK(find_sim_gpu("step=308e-6,mem=8G,bw=256e9,rate=40e12", &g, err) && g.step == 308e-6);
+  CHECK(find_sim_gpu("t4", &g, err) && g.step == 0 && g.mem == 15 * GIB && g.rate == 65e12);
   for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++)
     CHECK(!find_sim_gpu(bad[i], &g, err) && has(err, "4060-laptop") && has(err, "rate=40e12"));
   for (int i = 0; i < N_SIM_GPUS; i++)  // FLOP per byte: 78 (3060) to 403 (L4); a slip shows here
     CHECK(sim_gpus[i].rate / sim_gpus[i].bandwidth > 70 &&
               sim_gpus[i].rate / sim_gpus[i].bandwidth < 410,
           "%s", sim_gpus[i].name);
-}
-
-static Plan plan_of(const char* model, const char* gpu, int cards, int in, int out) {
-  Plan p;
-  SimGpu g;
-  memset(&p, 0, sizeof p);
-  p.config = *find_preset(model);
-  p.input_len = in;
-  p.output_len = out;
-  p.step_tokens = 4096;
-  p.watermark_pct = 90;
-  *err = '\0';
-  CHECK(find_sim_gpu(gpu, &g, err));
-  plan_open(&p, &g, cards, 0, err);
-  return p;
 }
 
 // What article 2, section 4.4 says of Llama-2-70B.
@@ -434,6 +455,14 @@ static void test_plan_curve(void) {
   CHECK(many.bound == BOUND_COMPUTE && near(many.mfu_pct, 100));
   CHECK(many.mem_kv_mib == 2048 && fabs(many.mem_weights_mib - 2357.3) < 1);
   CHECK(fabs(many.mem_used_mib / 5278.8125 - 1) < 0.05, "%g", many.mem_used_mib);
+  // The overhead of one step, measured at batch 1: 840.79 - 532.51 us. Batch 8 took 971 us.
+  p.step = 308.3e-6;
+  plan_row(&p, 1, &many);
+  CHECK(fabs(many.step_us - one.step_us - 308.3) < 1e-6 && near(many.roof_us, one.roof_us));
+  CHECK(near(many.roof_pct, 100 * one.roof_us / many.step_us) &&
+        many.ttft.p95 > one.ttft.p95 + 0.3);
+  plan_row(&p, 8, &many);
+  CHECK(fabs(many.step_us / 971.26 - 1) < 0.2, "%g", many.step_us);
   p.output_len = 1;  // only the prompts: no TPOT
   plan_row(&p, 4, &one);
   CHECK(isnan(one.tpot.p95) && one.tpot.n == 0 && isnan(one.step_us) && one.output_tok_s > 0);
@@ -618,6 +647,7 @@ int main(void) {
   test_others_sweeps();
   test_llama_cpp();
   test_walk();
+  test_roofline_of_others();
   test_sim_gpu();
   test_plan_memory();
   test_plan_curve();

@@ -35,6 +35,8 @@ bad 'empty' generate $tiny --prompt ''
 bad 'needs a FILE' knee
 bad 'percentile' knee tests/data/vllm_summary.csv --percentile 42
 bad 'batches' knee tests/data/vllm_summary.csv --batches 1
+bad 'runs nothing' knee tests/data/vllm_summary.csv --device cpu
+bad 'with --model' knee tests/data/vllm_summary.csv --device sim:h100
 bad 'unknown option' knee tests/data/vllm_summary.csv tests/data/vllm_summary.csv
 bad 'device sim:h100' plan --model llama-2-7b
 bad 'device sim:h100' plan --model llama-2-7b --device cpu
@@ -157,6 +159,13 @@ run 1 'output-len choose' "$bs" knee tests/data/llama_batched_bench.jsonl --out 
 run 0 'Working point: batch 4,' "$bs" knee tests/data/llama_batched_bench.jsonl --input-len 128 --out "$tmp/k"
 grep -q 'max-model-len 256 ' "$tmp/k/config.json"
 ok "lengths of the file reach the flags" $?
+# With a model and a GPU, the roofline stands beside the measurements. Batch 1 of Llama-2-7B: 13.2 GB at 3.35 TB/s are 3.96 ms.
+h100="--model llama-2-7b --device sim:h100"
+run 0 '^    1 .* 3[67]\.[0-9]  ok' "$bs" knee tests/data/sweep_vllm_h100_bg_llama-2-7b.csv $h100 --input-len 200 --output-len 323 --out "$tmp/k"
+[ -s "$tmp/k/roofline.png" ]
+ok "roofline.png is drawn" $?
+run 1 'output-len do' "$bs" knee tests/data/sweep_vllm_h100_bg_llama-2-7b.csv $h100 --out "$tmp/k"
+rm -rf "$tmp/k"
 # Our own table gives the same advice as the run that wrote it, and stays as it is.
 "$bs" $small --batches 1,2,4 --out "$tmp/k" >"$tmp/sweep.out" 2>/dev/null
 cp "$tmp/k/sweep.csv" "$tmp/before.csv"
@@ -177,6 +186,8 @@ run 1 'more than --gpus 1024' "$bs" plan --model llama-2-7b --device sim:h100 --
 run 0 'Simulated: weights/tiny on mem=8G' "$bs" plan --model weights/tiny --device sim:mem=8G,bw=256e9,rate=40e12 --out "$tmp/p"
 run 1 'config.json' "$bs" plan --model no-such-model --device sim:h100 --out "$tmp/p"
 run 0 '^       1  *16.0 ' "$bs" plan --model llama-2-7b --device sim:a100-80g --kv-heads 1,8,32 --out "$tmp/p"
+od -An -tx1 -N8 "$tmp/p/kv_heads.png" | grep -q '89 50 4e 47 0d 0a 1a 0a'
+ok "kv_heads.png is a PNG" $?
 run 0 'fp8' "$bs" plan --device sim:4060-laptop --kv fp8 --out "$tmp/p"
 
 echo "$passed passed, $failed failed"

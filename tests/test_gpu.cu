@@ -3,6 +3,7 @@
 #define BS_NO_MAIN
 #include "../bs.cu"
 #include "check.h"
+#include "identity.h"
 #ifndef NO_GOLDEN
 #include "golden.h"
 #endif
@@ -332,6 +333,7 @@ int main(void) {
   test_identity("smollm2-135m", &gpu, batches, 5, 24);
   if (access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY"))
     test_identity("weights/tiny", &gpu, batches, 5, 64);
+  if (access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY")) test_answers(&gpu);
 #ifndef NO_GOLDEN
   if (!getenv("NO_TINY")) test_golden(&gpu, 2e-2, true);
 #endif

@@ -186,20 +186,21 @@ static void test_span_limits(void) {
   const Span spans[] = {
       {3, 0, -1, 9, 9, 0, 1e-6, 5, 5, false}, {3, 1, -1, 9, 9, 5, 5.000001, 8, 8, false},
       {4, 2, -1, 9, 9, 0, 1, 9, 9, false},    {-1, 3, -1, 9, 9, 0, 1, 9, 9, false},
-      {2, 4, -1, 9, 9, 7, 8, 20, 20, true},   {1, 5, -1, 9, 9, 12, 13, 20, 20, true}};
+      {2, 4, -1, 9, 9, 7, 8, 20, 20, true},   {1, 5, -1, 9, 9, 12, 13, 20, 20, true},
+      {1, 6, -1, 9, 9, NAN, 1, 2, 2, false}};
   Axes a = panel_axes(10);
   PolicyResult p;
   memset(&p, 0, sizeof p);
   p.spans = spans;
-  p.n_spans = 6;
+  p.n_spans = 7;
   p.slots = 4;
   clear();
   draw_slots(&a, &p, 30, "");
   CHECK(ink_at(600, 203) == INK_GOLD && ink_at(598, 203) == INK_BLUE &&
         ink_at(602, 203) == INK_BLUE);
   CHECK(is_empty(0, 0, 1264, 68) && is_empty(0, 222, 1264, 400));
-  // A stay that ends after the window runs to its edge, unmarked; one that starts there is left
-  // out.
+  // A stay that ends after the window runs to its edge, unmarked; one that starts there, or never,
+  // is left out.
   CHECK(ink_at(1099, 173) == INK_BLUE && is_empty(1100, 100, 1112, 220));
   CHECK(count(INK_GRID, 100, 130, 1100, 157) == 1000 * 27 * 16);
   CHECK(count(INK_DARK, 1000, 100, 1101, 220) == 0);  // nor is there an end
@@ -236,6 +237,7 @@ static void test_schedule(void) {
   CHECK(count(INK_GOLD, 0, 88, 1600, 110) == 24 * 18 * 16);
   CHECK(count(INK_GRID, 0, 88, 1600, 110) == 24 * 18 * 16);
   CHECK(is_empty(1566, 0, 1600, h) && is_empty(0, 0, 34, h));
+  CHECK(is_empty(1240, 88, 1600, 110));  // nothing was preempted
   // The same work, so about as much blue in every panel; on one axis, continuous ends first.
   double blue[3], end[3];
   for (int i = 0; i < 3; i++) {
@@ -253,7 +255,7 @@ static void test_schedule(void) {
   results[2].preemptions = 1;
   clear();
   draw_schedule(&r);
-  CHECK(count(INK_DARK, 1200, 88, 1500, 110) > 300 && is_empty(0, 112, 1600, 134));
+  CHECK(count(INK_DARK, 1240, 88, 1500, 110) > 300 && is_empty(0, 112, 1600, 134));
   for (int i = 0; i < 3; i++) free_run(&runs[i]);
 }
 
@@ -266,7 +268,8 @@ static void test_schedule_window(void) {
     int h = draw_schedule(&r), rows = i ? 64 : 16, row = i ? 12 : 30;
     CHECK(h == 166 + rows * row + 170 && lowest_ink() < h - 70, "%d", h);
     CHECK(count(INK_DARK, 1396, 170, 1404, 160 + rows * row) == 0 || i == 1);
-    CHECK(ink_at(125, 166 + rows * row - 6) != INK_NONE);  // the last row
+    CHECK(ink_at(125, 166 + rows * row - 6) != INK_NONE);    // the last row
+    CHECK(count(INK_DIM, 400, h - 118, 550, h - 98) > 300);  // the axis says what is left out
     free_run(&runs[i]);
   }
 }
@@ -319,7 +322,7 @@ static void test_titles(void) {
 // ---- latencies and variance
 
 static void test_cdf(void) {
-  const double ms[] = {1, 10, 100, 1000};
+  const double ms[] = {1, 10, 100, 1000}, hole[] = {1, NAN, 1000, 1000};
   Scale x = {SCALE_LOG10, 0.1, 10000, 100, 600}, y = {SCALE_LINEAR, 0, 100, 500, 100};
   Axes a = {{0, 0, 700, 600}, {100, 100, 600, 500}, x, y};
   clear();
@@ -328,6 +331,9 @@ static void test_cdf(void) {
   CHECK(ink_at(250, 400) == INK_BLUE && ink_at(350, 300) == INK_BLUE);  // along 25% and 50%
   CHECK(ink_at(500, 101) == INK_BLUE && ink_at(200, 390) == INK_NONE);
   CHECK(is_empty(204, 404, 500, 500) && is_empty(0, 100, 196, 500) && is_empty(504, 0, 700, 600));
+  clear();
+  draw_cdf(&a, hole, 4, POLICY_STATIC);
+  CHECK(ink_at(350, 400) == INK_RED);  // 25%, until the next known one
   clear();
   draw_cdf(&a, NULL, 0, POLICY_STATIC);
   CHECK(is_empty(0, 0, 700, 600));
@@ -373,6 +379,12 @@ static void test_variance(void) {
   double right = 160 + 1194 / 1.15;
   CHECK(ink_at(160, one) == INK_BLUE && ink_at(right, two) == INK_BLUE);
   CHECK(ink_at(right, four) == INK_DARK && ink_at((160 + right) / 2, (one + two) / 2) == INK_BLUE);
+  int gaps = 0;
+  for (double t = 0.05; t < 0.95; t += 0.01) {
+    CHECK(ink_at(160 + t * (right - 160), one + t * (two - one)) == INK_BLUE, "%g", t);
+    gaps += ink_at(160 + t * (right - 160), one + t * (four - one)) == INK_NONE;
+  }
+  CHECK(gaps > 20, "%d", gaps);  // the ideal is dashed: it is no measurement
   CHECK(count(INK_DARK, 800, one - 1, 1000, one + 1) > 1000);
   CHECK(is_empty(1566, 0, MAX_W, 1000) && is_empty(0, 0, 34, 1000) && is_empty(0, 908, 1600, 1000));
   for (int i = 0; i < 3; i++) {  // one point; none that was measured

@@ -341,7 +341,7 @@ static void print_cell(FILE* f, int width, const char* format, double value) {
 static void print_walk(FILE* f, const SweepReport* s) {
   int q = s->rules.percentile;
   const SweepRow* last = NULL;
-  fprintf(f, "batch     tok/s  growth TPOT P%d ms  growth      n  verdict\n", q);
+  fprintf(f, "batch     tok/s  growth TPOT P%d ms  growth      n  roof%%  verdict\n", q);
   for (int i = 0; i < s->n_rows; i++) {
     const SweepRow* r = &s->rows[i];
     bool ran = r->status == ROW_OK, both = ran && last;
@@ -354,6 +354,7 @@ static void print_walk(FILE* f, const SweepReport* s) {
     print_cell(f, 12, "%.2f", tpot);
     print_cell(f, 8, "%.2fx", slower);
     print_cell(f, 7, "%.0f", r->n_requests > 0 ? r->n_requests : NAN);
+    print_cell(f, 7, "%.1f", ran && r->roof_pct > 0 ? r->roof_pct : NAN);
     int at = s->knee.working;
     bool stop = i == at + 1 && s->knee.rule < STOP_PLATEAU;
     fprintf(f, "  %s%s\n",
@@ -399,4 +400,112 @@ static void put_server_flags(FILE* f, const struct Server* e, const SweepReport*
   if (step > 0 && r->input_len > step) fputs(e->long_prompt, f);
   if (s->fp8_kv) fprintf(f, " %s", e->fp8_kv);
   fprintf(f, "\"%s\n", e + 1 < servers + N_SERVERS ? "," : "");
+}
+
+// ---- Traces: who came when, with how long a prompt, and how long an answer they got.
+
+typedef struct {
+  double arrival;
+  int prompt, output, line;
+} TraceRow;
+
+static int compare_trace_rows(const void* a, const void* b) {
+  const TraceRow *x = (const TraceRow*)a, *y = (const TraceRow*)b;
+  return x->arrival != y->arrival ? (x->arrival > y->arrival) - (x->arrival < y->arrival)
+                                  : x->line - y->line;
+}
+
+// Seconds of "2023-11-16 18:15:46.68" or of a plain number; NaN = neither.
+static double parse_time(const char* text) {
+  int year, month, day, hour, minute, used = 0;
+  double second;
+  if (sscanf(text, "%4d-%2d-%2d%*[ T]%2d:%2d:%lf%n", &year, &month, &day, &hour, &minute, &second,
+             &used) == 6) {
+    int y = month > 2 ? year : year - 1, m = month > 2 ? month - 3 : month + 9;  // from March on
+    double days = 365.0 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day;
+    bool fine = month >= 1 && month <= 12 && day >= 1 && day <= 31 && second >= 0 && second < 61;
+    return fine ? ((days * 24 + hour) * 60 + minute) * 60 + second : NAN;
+  }
+  char* end;
+  second = strtod(text, &end);
+  return end > text && end[strspn(end, " ")] == '\0' && isfinite(second) ? second : NAN;
+}
+
+// The columns of a trace; which = their places in the header, -1 = not there.
+static bool trace_columns(char* header, int which[3]) {
+  static const char* const names[2][3] = {{"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
+                                          {"arrival_s", "prompt_tokens", "output_tokens"}};
+  which[0] = which[1] = which[2] = -1;
+  char* rest = header;
+  for (int column = 0; rest != NULL; column++) {
+    char* name = rest;
+    rest = strchr(name, ',');
+    if (rest) *rest++ = '\0';
+    for (int i = 0; i < 6; i++)
+      if (strcmp(name, names[i / 3][i % 3]) == 0) which[i % 3] = column;
+  }
+  return which[0] >= 0 && which[1] >= 0 && which[2] >= 0;
+}
+
+// One line of a trace: the time, then whole numbers of tokens. False: not that.
+static bool trace_line(char* line, const int which[3], TraceRow* row) {
+  double value[3] = {NAN, NAN, NAN};
+  char* rest = line;
+  for (int column = 0; rest != NULL; column++) {
+    char* cell = rest;
+    rest = strchr(cell, ',');
+    if (rest) *rest++ = '\0';
+    for (int i = 0; i < 3; i++)
+      if (which[i] == column) value[i] = parse_time(cell);  // counts are plain numbers
+  }
+  row->arrival = value[0];
+  bool fine = !isnan(value[0]);
+  for (int i = 1; i < 3; i++)
+    fine = fine && value[i] >= 1 && value[i] <= MOST_TOKENS && value[i] == floor(value[i]);
+  row->prompt = fine ? (int)value[1] : 0;
+  row->output = fine ? (int)value[2] : 0;
+  return fine;
+}
+
+// At most `most` rows (0 = all) by arrival, the first one at 0. NULL: err says why.
+static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
+  enum { MOST_ROWS = 10000000 };
+  FILE* f = fopen(path, "r");
+  char* line = NULL;
+  size_t cap = 0, cap_rows = 0;
+  TraceRow* rows = NULL;
+  int which[3] = {-1, -1, -1}, number = 0;
+  ssize_t length;
+  bool ok = f != NULL || file_error(err, path, "cannot read: %s", strerror(errno));
+  *n = 0;
+  while (ok && (most == 0 || *n < most) && (length = getline(&line, &cap, f)) >= 0) {
+    while (length > 0 && strchr("\r\n", line[length - 1])) line[--length] = '\0';
+    number++;
+    if (number == 1 && !trace_columns(line, which))
+      ok = file_error(err, path,
+                      "line 1: needs the columns TIMESTAMP,ContextTokens,GeneratedTokens or "
+                      "arrival_s,prompt_tokens,output_tokens");
+    if (number == 1 || length == 0 || !ok) continue;
+    if ((size_t)*n == cap_rows) {
+      cap_rows = cap_rows ? 2 * cap_rows : 1024;
+      rows = (TraceRow*)realloc(rows, cap_rows * sizeof *rows);
+      if (!rows) die("out of host memory");
+    }
+    TraceRow* row = &rows[*n];
+    row->line = number;
+    ok = trace_line(line, which, row) && *n < MOST_ROWS;
+    if (!ok)
+      file_error(err, path, "line %d: needs a time and two token counts from 1 to %d", number,
+                 MOST_TOKENS);
+    ++*n;
+  }
+  if (ok && ferror(f)) ok = file_error(err, path, "cannot read: %s", strerror(errno));
+  if (ok && *n == 0) ok = file_error(err, path, "no request in it");
+  if (f) fclose(f);
+  free(line);
+  if (ok) qsort(rows, (size_t)*n, sizeof *rows, compare_trace_rows);
+  for (int i = *n - 1; i >= 0 && ok; i--) rows[i].arrival -= rows[0].arrival;
+  if (ok) return rows;
+  free(rows);
+  return NULL;
 }

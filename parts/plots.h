@@ -1,7 +1,7 @@
 // ---- Plots. What this section teaches: a chart needs no library. A picture is a grid of dots, 4 x
 // 4 to a pixel; averaging a pixel's dots is anti-aliasing. Everything drawn is a box or a thick
 // segment, letters too. A scale maps a value to a pixel, through log(value) where doublings should
-// look equal. A label takes the nearest place without ink. The charts themselves are two tables.
+// look equal. A label takes the nearest place without ink. The sweep's charts are two tables.
 
 // Okabe and Ito's colours, distinct to every common colour vision; dashes serve grey prints.
 typedef enum { INK_NONE, INK_GRID, INK_DIM, INK_DARK, INK_BLUE, INK_GREEN, INK_GOLD, INK_RED } Ink;
@@ -185,7 +185,8 @@ static void draw_x_axis(const Axes* a, const char* name) {
     if (v < a->x.lo) continue;
     double at = round(to_pixel(&a->x, v));
     fill_box(at - 1, in->y1, at + 1, in->y1 + 7, INK_DARK);
-    draw_text(at, in->y1 + 28, 0.5, room, LABEL_SIZE, INK_DIM, format_num(v, false).s);
+    Str tick = a->x.kind == SCALE_LOG2 ? format_str("%.0f", v) : format_num(v, false);
+    draw_text(at, in->y1 + 28, 0.5, room, LABEL_SIZE, INK_DIM, tick.s);  // 1024, not 1.02k
   }
   fill_box(in->x0, in->y1, in->x1, in->y1 + 2, INK_DARK);
 }
@@ -340,7 +341,9 @@ static void draw_series(const Axes* a, const SweepReport* r, const struct Series
       Str value = format_num(v, a->y.kind == SCALE_MIB);
       const char* format = !limit ? "%s" : p.y < a->in.y0 ? "%s %s, off the chart" : "%s %s";
       Point at = {bar ? p.x + half : p.x, fmax(p.y, a->in.y0)};
-      if (place_label(a, at, (Ink)s->ink, format_str(format, s->name, value.s).s)) return;
+      bool predicted = r->simulated && strcmp(s->name, "achieved") == 0;
+      Str text = format_str(format, predicted ? "predicted" : s->name, value.s);
+      if (place_label(a, at, (Ink)s->ink, text.s)) return;
     }
     if (s->shape != AS_LIMIT || isnan(last.x + last.y)) last = p;  // one line of regular dashes
   }
@@ -416,7 +419,7 @@ static void draw_summary(Box b, const SweepReport* r, int w) {
   }
 }
 
-// Draws the charts and then the summary, and puts each into dir.
+// Draws the charts and then the summary, each into a file of dir.
 static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
   int working = r->knee.working < 0 ? 0 : r->knee.working;
   for (int k = 0; k <= N_CHARTS && r->n_rows > 0; k++) {
@@ -443,6 +446,64 @@ static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
   return true;
 }
 
+static int knee_batch(const SweepReport* r) {
+  return r->knee.working < 0 ? 0 : r->rows[r->knee.working].batch;
+}
+
+// Memory against batch, a curve for each report, with its working point: what if the model had
+// other key/value heads? names[i] is what report i is called, up to a colon, and what else it is.
+static bool plot_what_if(const SweepReport* reports, const Str* names, int n, const char* dir,
+                         char* err) {
+  static const Ink INKS[] = {INK_BLUE, INK_RED, INK_GREEN, INK_DIM, INK_GOLD};
+  const SweepReport *first = &reports[0], *last = &reports[n - 1];
+  double limit = row_value(first, 0, V_LIMIT), mark = row_value(first, 0, V_MARK);
+  Box page = {36, 32, 1564, 904};
+  Axes a = new_axes(page, 210, SCALE_LOG2, SCALE_MIB);
+  for (int i = 0; i < first->n_rows; i++) include_value(&a.x, row_value(first, i, V_BATCH));
+  include_value(&a.y, limit);
+  memset(dots, INK_NONE, sizeof dots);
+  Str title = format_str("Simulated. %.*s runs batch %d, %.*s batch %d",
+                         (int)strcspn(names[0].s, ":"), names[0].s, knee_batch(first),
+                         (int)strcspn(names[n - 1].s, ":"), names[n - 1].s, knee_batch(last));
+  draw_axes(&a, title.s, "batch size", "device memory");
+  double y = to_pixel(&a.y, limit), watermark = to_pixel(&a.y, mark);
+  Point from = {a.in.x0, y}, to = {a.in.x1, y}, low = {a.in.x0, watermark},
+        end = {a.in.x1, watermark};
+  draw_segment(from, to, 1, AS_LIMIT, INK_DARK);
+  draw_segment(low, end, 1, AS_LIMIT, INK_DARK);
+  place_label(&a, to, INK_DARK, format_str("limit %s", format_num(limit, true).s).s);
+  place_label(&a, end, INK_DARK, format_str("watermark %s", format_num(mark, true).s).s);
+  for (int pass = 0; pass < 2; pass++)  // labels come last, where the curves leave room
+    for (int k = 0; k < n; k++) {
+      const SweepReport* r = &reports[k];
+      Point at = {NAN, NAN}, knee_at = at;
+      for (int i = 0; i < r->n_rows && !(at.y <= a.in.y0); i++) {
+        Point p = {to_pixel(&a.x, r->rows[i].batch), to_pixel(&a.y, r->rows[i].mem_used_mib)};
+        double up = (at.y - a.in.y0) / (at.y - p.y);  // cut off at the top of the chart
+        if (p.y < a.in.y0) p.x = at.x + up * (p.x - at.x);
+        if (p.y < a.in.y0) p.y = a.in.y0;
+        if (pass == 0) draw_segment(at, p, 1.8, 6 * k, INKS[k % 5]);
+        if (pass == 0) draw_segment(p, p, p.y > a.in.y0 ? 5 : 0, 0, INKS[k % 5]);
+        at = p;
+        if (i == r->knee.working) knee_at = p;
+      }
+      if (pass == 0) draw_segment(knee_at, knee_at, 11, 0, INK_DARK);
+      if (pass == 0) draw_segment(knee_at, knee_at, 8, 0, INK_GOLD);
+      if (pass == 0) continue;
+      place_label(&a, at, INKS[k % 5], names[k].s);
+      if (r->knee.working < 0) continue;
+      const SweepRow* w = &r->rows[r->knee.working];
+      Str tok = format_num(w->output_tok_s, false);
+      place_label(&a, knee_at, INK_DARK, format_str("batch %d, %s tok/s", w->batch, tok.s).s);
+    }
+  Str foot =
+      format_str("%s on %s: %d tokens in, %d out; what if it had other key/value heads",
+                 first->model, first->device, first->rows->input_len, first->rows->output_len);
+  draw_foot(1600, 1000, foot.s,
+            "The dots are the working points: the last batch that breaks no rule");
+  return write_png(1600, 1000, dir, "kv_heads.png", err);
+}
+
 // ---- The charts of compare: who held which slot when, how long the requests waited, and that the
 // spread of output lengths is what makes the policies differ.
 // PRECONDITION of all: at most one result per policy; the points of variance.png by rising cv.
@@ -452,12 +513,12 @@ static const double POLICY_WIDTH[] = {1.2, 1.8, 2.8};  // tells them apart in gr
 
 // A time, a latency or a ratio that can be drawn; NaN for what was never measured.
 static double usable(double v) {
-  return v > 0 && v < 1e30 ? v : NAN;
+  return v > 1e-30 && v < 1e30 ? v : NAN;
 }
 
 static Str format_ms(double ms) {
-  bool small = ms < 1000;
-  return format_str("%s %s", format_num(small ? ms : ms / 1000, false).s, small ? "ms" : "s");
+  Str s = format_num(ms < 1000 ? ms : ms / 1000, false);
+  return isnan(ms) ? s : format_str("%s %s", s.s, ms < 1000 ? "ms" : "s");
 }
 
 static double policy_ms(const CompareReport* r, const PolicyResult* p, bool latency) {
@@ -528,9 +589,9 @@ static void draw_slots(const Axes* a, const PolicyResult* p, double row, const c
   draw_text(in->x0, in->y0 - 12, 0, 140, 19, INK_DARK, policy_names[p->policy]);
   draw_text(in->x0 + 170, in->y0 - 12, 0, 140, LABEL_SIZE, INK_DARK, tok.s);
   draw_text(in->x0 + 330, in->y0 - 12, 0, 200, LABEL_SIZE, INK_DARK, work.s);
-  draw_text(in->x0 + 550, in->y0 - 12, 0, 350, LABEL_SIZE, INK_DARK, padding.s);
+  draw_text(in->x0 + 550, in->y0 - 12, 0, 390, LABEL_SIZE, INK_DARK, padding.s);
   if (p->preemptions + p->rejected + p->timed_out > 0)
-    draw_text(in->x0 + 920, in->y0 - 12, 0, 520, LABEL_SIZE, INK_DARK, lost.s);
+    draw_text(in->x0 + 965, in->y0 - 12, 0, 475, LABEL_SIZE, INK_DARK, lost.s);
   for (int i = 0; i < rows; i++)
     fill_box(in->x0, in->y0 + i * row, right, in->y0 + (i + 1) * row - gap, INK_GRID);
   for (int i = 0; i < p->n_spans; i++) {
@@ -542,7 +603,7 @@ static void draw_slots(const Axes* a, const PolicyResult* p, double row, const c
   draw_text(in->x0 - 10, in->y1 - gap, 1, 80, LABEL_SIZE, INK_DIM, format_str("slot %d", rows).s);
   if (end <= a->x.hi) fill_box(right, in->y0 - 4, right + 2, in->y1 + 4 - gap, INK_DARK);
   Str done = format_str("%s %s", end > a->x.hi ? "until" : "done:", format_ms(end * 1000).s);
-  draw_text(right + 14, middle + 4, 0, room, 19, INK_DARK, done.s);
+  draw_text(right + 14, middle + 4, 0, room, 19, INK_DARK, end > 0 ? done.s : "empty");
   draw_text(right + 14, middle + 28, 0, room, LABEL_SIZE, INK_DIM, sooner);
 }
 
@@ -575,7 +636,6 @@ static int draw_schedule(const CompareReport* r) {
     stays = fmax(stays, (double)p->n_spans / (p->slots > 0 ? p->slots : 1));
   }
   int shown = slots < MAX_ROWS ? slots : MAX_ROWS;
-  if (end < 1e-9) end = 1;
   double window = stays > MAX_STAYS ? round_down(end * MAX_STAYS / 2 / stays) : end;
   double row = fmin(fmax(floor(800.0 / (r->n_results * shown)), 4), 30);
   Scale time = {SCALE_LINEAR, 0, window, 120, 1400};
@@ -691,16 +751,16 @@ static void draw_variance(Box b, const CompareReport* r) {
   }
 }
 
-// Draws the charts and puts each into dir: who held which slot, how long requests waited, and what
-// the spread of lengths has to do with it.
-__attribute__((unused)) static bool plot_compare(const CompareReport* r, const char* dir,
-                                                 char* err) {
+// Draws who held which slot, how long requests waited and, where it was measured, what the spread
+// of output lengths does, each into a file of dir.
+static bool plot_compare(const CompareReport* r, const char* dir, char* err) {
   static const char* const FILES[] = {"schedule.png", "policies.png", "variance.png"};
   static const char* const NOTES[] = {
       "A slot is a row of the batch. Static batching frees all when the longest answer of a batch "
       "ends; continuous batching frees each at once.",
       "TTFT: time to the first token, with queueing. E2E: to the last. In brackets: requests.",
-      "Ideal: longest output of a static batch / mean output; every row runs for the longest."};
+      "Ideal: longest output of a static batch / mean output: static computes every row that "
+      "long."};
   for (int k = 0; k < (r->n_points > 0 ? 3 : 2) && r->n_results > 0; k++) {
     int h = k == 1 ? 1260 : 1000;
     Box page = {36, 32, 1564, 904}, top = {36, 32, 1564, 600}, bottom = {36, 584, 1564, 1160};
