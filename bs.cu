@@ -299,14 +299,16 @@ static void device_free_all(Device* d, MemTag tag) {
 // ---- Ceilings. A curve is judged against what THIS device can do, measured with our own read and
 // multiply loops.
 
+static const double PROBE_SECONDS = 0.5;  // a slow build or machine takes fewer rounds
+
 static double cpu_probe_bandwidth(const Device* d) {
   (void)d;
   size_t bytes = (size_t)512 << 20;  // many times the last-level cache
   float* p;
   while (!(p = (float*)cpu_alloc(bytes)) && bytes > (size_t)32 << 20) bytes /= 2;
   if (!p) return 0;
-  double best = 0;
-  for (int round = 0; round < 10; round++) {
+  double best = 0, until = now() + PROBE_SECONDS;
+  for (int round = 0; round < 2 || (round < 10 && now() < until); round++) {
     double start = now();
     bool nonzero = false;  // never, but the compiler does not know: the loads must happen
     PARALLEL_FOR
@@ -329,9 +331,9 @@ static double cpu_probe_bandwidth(const Device* d) {
 // The outer product on operands that stay in the L1 cache.
 static double cpu_probe_rate(const Device* d) {
   (void)d;
-  enum { ROUNDS = 60000 };  // some 15 ms
-  double best = 0;
-  for (int round = 0; round < 5; round++) {
+  enum { ROUNDS = 20000 };  // some 5 ms
+  double best = 0, until = now() + PROBE_SECONDS;
+  for (int round = 0; round < 2 || (round < 15 && now() < until); round++) {
     double start = now();
     int threads = omp_get_max_threads();
     PARALLEL_FOR

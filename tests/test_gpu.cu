@@ -6,6 +6,7 @@
 #include "identity.h"
 #ifndef NO_GOLDEN
 #include "golden.h"
+#include "reference.h"
 #endif
 
 static Device gpu, cpu;
@@ -336,6 +337,7 @@ int main(void) {
   if (access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY")) test_answers(&gpu);
 #ifndef NO_GOLDEN
   if (!getenv("NO_TINY")) test_golden(&gpu, 2e-2, true);
+  test_variants(&gpu, 2e-2);  // of a standard deviation: activations are fp16 here
 #endif
   device_close(&gpu);
   device_close(&cpu);
