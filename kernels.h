@@ -38,6 +38,14 @@ __host__ __device__ static inline size_t packed_index(int row, int col, int k) {
   return tile * TILE_HALVES + mma * (TILE_HALVES / 2) + lane * 8 + reg * 2 + c % 2;
 }
 
+// Where k of token t lies among the activations [T, n_k] that a linear layer reads. Up to 8 tokens
+// (tiled = 0): row-major. More (tiled = T): [k / 8][T][8], the k's of every 32 in the order in
+// which ldmatrix and wgmma hand them to the lanes that hold their weights.
+__host__ __device__ static inline size_t activation_index(int t, int k, int n_k, int tiled) {
+  if (!tiled) return (size_t)t * n_k + k;
+  return ((size_t)(k / 32 * 4 + k % 8 / 2) * tiled + t) * 8 + k % 32 / 8 * 2 + k % 2;
+}
+
 // V of one cache block [16 tokens, K] for p . v: lane (g, t) finds tokens 4t .. 4t+3 of dims g and
 // g + 8 in 16 bytes.
 __device__ static inline int v_index(int token, int dim) {
@@ -164,10 +172,9 @@ __device__ static inline float square4(float4 v) {
 }
 
 // Four elements of x * scale * weight, as fp16.
-__device__ static inline uint2 norm4(float4 x, float scale, float4 w) {
-  half2 lo = __floats2half2_rn(x.x * scale * w.x, x.y * scale * w.y),
-        hi = __floats2half2_rn(x.z * scale * w.z, x.w * scale * w.w);
-  return make_uint2(*(uint32_t*)&lo, *(uint32_t*)&hi);
+__device__ static inline void norm4(half2 to[2], float4 x, float scale, float4 w) {
+  to[0] = __floats2half2_rn(x.x * scale * w.x, x.y * scale * w.y);
+  to[1] = __floats2half2_rn(x.z * scale * w.z, x.w * scale * w.w);
 }
 
 typedef struct {  // a linear layer's result whose k slices may still be apart: [slices, T, n], see
@@ -195,7 +202,7 @@ __device__ static inline V sum_slices(Unsummed u, size_t i) {
 // of 4. Twin: rms_norm.
 __global__ void __launch_bounds__(NORM_THREADS)
     add_norm_kernel(half* normed, float* x, Unsummed y, const float* weight, const int* row,
-                    int dim, float eps) {
+                    int dim, float eps, int tiled) {
   enum { MOST = 8 };  // D up to 8 x 4 x 256 = 8192
   wait_for_previous();
   int t = row ? row[blockIdx.x] : blockIdx.x;
@@ -217,8 +224,10 @@ __global__ void __launch_bounds__(NORM_THREADS)
     int at = i * NORM_THREADS + threadIdx.x;
     if (at >= dim / 4) break;
     if (y.slices) xt[at] = v[i];
-    ((uint2*)(normed + (size_t)blockIdx.x * dim))[at] =
-        norm4(v[i], scale, ((const float4*)weight)[at]);
+    half2 h[2];
+    norm4(h, v[i], scale, ((const float4*)weight)[at]);
+    for (int j = 0; j < 2; j++)
+      *(half2*)(normed + activation_index(blockIdx.x, at * 4 + j * 2, dim, tiled)) = h[j];
   }
 }
 
@@ -342,26 +351,37 @@ __global__ void matmul_rows_kernel(void* out, Output mode, const half* x, Matrix
 }
 
 // Writes one lane's share of a 16 x 8 result tile: d = {row g of tokens 2t, 2t+1, row g + 8 of the
-// same}.
-template <Output MODE>
+// same}. TILED: SwiGLU's results go to a tile kernel, so two lanes join their neighbouring k's.
+template <Output MODE, bool TILED>
 __device__ static inline void store_tile(void* out, const float d[4], int row0, int token0, int n,
                                          int n_tokens) {
   int lane = threadIdx.x % WARP, row = row0 + lane / 4, token = token0 + lane % 4 * 2;
   if (row0 >= n) return;
-#pragma unroll
-  for (int i = 0; i < 2; i++) {
-    if (token + i >= n_tokens) return;
-    float* y = (float*)out + (size_t)(token + i) * n + row;
-    if (MODE == OUT_SWIGLU) {  // gate in row g, its up in row g + 8
-      ((half*)out)[(size_t)(token + i) * (n / 2) + row0 / 2 + lane / 4] =
-          __float2half(silu_mul(d[i], d[i + 2]));
-    } else if (MODE == OUT_QKV) {
-      const QkvTarget* to = (const QkvTarget*)out;
-      store_qkv(to, token + i, row0 / to->head_dim, row0 % to->head_dim / 2 + lane / 4, d[i],
-                d[i + 2]);
+  if constexpr (MODE == OUT_SWIGLU) {  // gate in row g, its up in row g + 8
+    half h[2] = {__float2half(silu_mul(d[0], d[2])), __float2half(silu_mul(d[1], d[3]))};
+    int i = row0 / 2 + lane / 4, odd = i % 2;
+    if constexpr (TILED) {
+      half other = __shfl_xor_sync(~0u, odd ? h[0] : h[1], 4);
+      if (token + odd < n_tokens)
+        *(half2*)((half*)out + activation_index(token + odd, i - odd, n / 2, n_tokens)) =
+            odd ? __halves2half2(other, h[1]) : __halves2half2(h[0], other);
     } else {
-      if (row < n) y[0] = MODE == OUT_RESIDUAL ? y[0] + d[i] : d[i];
-      if (row + 8 < n) y[8] = MODE == OUT_RESIDUAL ? y[8] + d[i + 2] : d[i + 2];
+      for (int j = 0; j < 2; j++)
+        if (token + j < n_tokens) ((half*)out)[(size_t)(token + j) * (n / 2) + i] = h[j];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      if (token + i >= n_tokens) return;
+      float* y = (float*)out + (size_t)(token + i) * n + row;
+      if (MODE == OUT_QKV) {
+        const QkvTarget* to = (const QkvTarget*)out;
+        store_qkv(to, token + i, row0 / to->head_dim, row0 % to->head_dim / 2 + lane / 4, d[i],
+                  d[i + 2]);
+      } else {
+        if (row < n) y[0] = MODE == OUT_RESIDUAL ? y[0] + d[i] : d[i];
+        if (row + 8 < n) y[8] = MODE == OUT_RESIDUAL ? y[8] + d[i + 2] : d[i + 2];
+      }
     }
   }
 }
@@ -403,11 +423,11 @@ __device__ static void norm_tokens(half* normed, const SkinnyInput* in, int k, i
 #pragma unroll 1
     for (int at = threadIdx.x; at < k / 4; at += NORM_THREADS) {
       float4 w = ((const float4*)in->weight)[at];
-      uint2* to = (uint2*)(normed + (at / 8 * n_tokens + t0) * TILE_K + at % 8 * 4);
+      half* to = normed + (at / 8 * n_tokens + t0) * TILE_K + at % 8 * 4;
 #pragma unroll
       for (int t = 0; t < AT_ONCE; t++)
         if (t0 + t < n_tokens)
-          to[t * (TILE_K / 4)] = norm4(x[t][at], rsqrtf(sum[t] / k + in->eps), w);
+          norm4((half2*)(to + t * TILE_K), x[t][at], rsqrtf(sum[t] / k + in->eps), w);
     }
     __syncthreads();
   }
@@ -463,26 +483,44 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
     for (int s = 1; s < m.slices; s++)
       for (int i = 0; i < 4; i++) d[i] += partial[warp + s][i * WARP + lane];
   }
-  store_tile<MODE>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, 0, m.n, n_tokens);
+  store_tile<MODE, false>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, 0, m.n,
+                          n_tokens);
 }
 
-// Rung 4: any number of tokens. A block computes ROWS x TOKENS, each warp WARP_ROWS x WARP_TOKENS
-// of it; k runs through a ring of STAGES shared-memory stages of 64, filled by asynchronous copies,
-// the weights of the first stages before waiting for the previous kernel. Weights arrive packed and
-// activations as rows of 32 k's (64 bytes), so fragments leave shared memory as conflict-free
-// 128-bit loads, the weights' a tile ahead of the mmas that use them. Tiles must be large: 64 x 64
-// a warp reads 128 bytes of shared memory per mma, which arrive in about that mma's time.
-// SLICED keeps two sums, of the slice and of all before it, at half the tile.
-// blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = ROWS
+// Rung 4: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
+// TOKENS, so that each weight enters registers once. k runs through a ring of shared-memory stages
+// of 64, the weights of the first ones asked for before waiting for the previous kernel.
+// Activations lie as [k / 8][T][8] (see activation_index): what a stage holds of them is 8 pieces
+// of TOKENS x 16 bytes, and 8 tokens x 8 k's are 128 contiguous bytes, which both ldmatrix and
+// wgmma read without bank conflicts.
+//
+// On Hopper one warp keeps the ring full with bulk copies (one instruction for up to 4 KB; cp.async
+// takes one per 16 bytes) and from 64 tokens on warps multiply by fours with wgmma, which reads the
+// activations once per 64 rows and runs at 1.5 times mma.sync's rate. Both instructions sum 16
+// products and the accumulator at once: the same bits (tests/test_gpu.cu).
+// SLICED keeps two sums, of the slice and of all before it.
+// blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = 128
 // rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
-enum { STAGE_TILES = 2, MAX_BLOCK_ROWS = 128 };  // k tiles of a stage; rows are padded to this
+enum {
+  TILE_WARPS = 8,
+  STAGE_TILES = 2,                                // k tiles of a stage
+  STAGE_WEIGHTS = TILE_WARPS * STAGE_TILES * 64,  // in 16 bytes: [8 row tiles][2 k tiles][1 KB]
+  MAX_BLOCK_ROWS = TILE_WARPS * TILE_ROWS,        // rows of a matrix are padded to this
+  MAX_TOKENS = 256,                               // of a block
+};
 
 // Walks k, in tiles of 32, over the slices that a block owns. A stage never crosses a slice's end.
 typedef struct {
-  int slice, last_slice, at, end;
+  int slice, last_slice, at, end;  // at, end: k tiles
+  int slot, parity;                // of the ring: where the stage lies, how often it went round
 } KWalk;
 
+template <int STAGES>
 __device__ static inline void walk_next(KWalk* w, Matrix m) {
+  if (++w->slot == STAGES) {
+    w->slot = 0;
+    w->parity ^= 1;
+  }
   w->at += STAGE_TILES;
   if (w->at < w->end) return;
   w->slice++;
@@ -490,139 +528,271 @@ __device__ static inline void walk_next(KWalk* w, Matrix m) {
   w->end = slice_start(m, w->slice + 1);
 }
 
-// Copies one stage's weights, [ROWS / 16][2 k tiles][1 KB]: 128 threads a row tile. w: this
-// thread's place in the block's first one. Matrices are padded to whole blocks, so nothing needs to
-// be asked per row.
-template <int ROWS, int THREADS>
-__device__ static inline void stage_weights(uint4* stage, const KWalk* walk, const uint4* w,
-                                            int k) {
-  bool wanted = walk->slice <= walk->last_slice && walk->at + (int)threadIdx.x / 64 % 2 < walk->end;
-  w += (size_t)walk->at * 64;
+// k tiles of the stage at w; 0 after the last.
+__device__ static inline int walk_tiles(const KWalk* w) {
+  return w->slice > w->last_slice ? 0 : min((int)STAGE_TILES, w->end - w->at);
+}
+
+typedef struct {
+  const uint4* w;          // the block's first row tile
+  const uint4* x;          // 8 k's of its first token
+  int row_pitch;           // 16 bytes from one row tile to the next
+  int n_tokens, k_pieces;  // T, k / 8. A stage of one k tile gets any numbers for the other's
+                           // activations: its weights count as 0
+} TileSource;
+
+// The ring in two versions. full[slot]: a stage's bytes have arrived; empty[slot]: all warps have
+// used it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ static inline uint32_t shared_address(const void* p) {
+  return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+__device__ static inline void barrier_wait(uint64_t* barrier, int parity) {
+  asm volatile(
+      "{ .reg .pred p; again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1; @!p bra again; }" ::
+          "r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ static inline void copy_bulk(uint4* to, const uint4* from, int bytes, uint64_t* full) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(full))
+      : "memory");
+}
+
+template <int STAGES>
+__device__ static inline void ring_open(uint64_t* full, uint64_t* empty) {
+  if (threadIdx.x < STAGES) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full + threadIdx.x)));
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(empty + threadIdx.x)),
+                 "r"((int)TILE_WARPS));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+}
+
+template <int TOKENS>
+__device__ static inline void fill_weights(uint4* stage, const KWalk* to, TileSource s,
+                                           uint64_t* full) {
+  int lane = threadIdx.x, tiles = walk_tiles(to);
+  if (lane >= WARP || tiles == 0) return;
+  if (lane == 0)
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full + to->slot)),
+        "r"((tiles * (STAGE_WEIGHTS / STAGE_TILES) + STAGE_TILES * 4 * TOKENS) * 16)
+        : "memory");
+  __syncwarp();
+  if (lane < TILE_WARPS)
+    copy_bulk(stage + lane * STAGE_TILES * 64, s.w + (size_t)lane * s.row_pitch + to->at * 64,
+              tiles * 1024, full + to->slot);
+}
+
+template <int TOKENS>
+__device__ static inline void fill_tokens(uint4* stage, const KWalk* to, TileSource s,
+                                          uint64_t* full) {
+  int i = threadIdx.x;
+  if (i < STAGE_TILES * 4 && walk_tiles(to))
+    copy_bulk(stage + STAGE_WEIGHTS + i * TOKENS,
+              s.x + (size_t)min(to->at * 4 + i, s.k_pieces - 1) * s.n_tokens, TOKENS * 16,
+              full + to->slot);
+}
+
+// Before a slot is filled again.
+__device__ static inline void wait_empty(const KWalk* to, uint64_t* empty) {
+  if (threadIdx.x < WARP && walk_tiles(to)) barrier_wait(empty + to->slot, to->parity ^ 1);
+}
+
+template <int STAGES>
+__device__ static inline void wait_full(const KWalk* use, uint64_t* full) {
+  barrier_wait(full + use->slot, use->parity);
+}
+
+__device__ static inline void release(const KWalk* use, uint64_t* empty) {
+  __syncwarp();
+  if (threadIdx.x % WARP == 0)
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(empty + use->slot))
+                 : "memory");
+}
+#else  // copies by all threads; the barrier of wait_full says that the stage before has been used
+template <int STAGES>
+__device__ static inline void ring_open(uint64_t*, uint64_t*) {
+}
+
+template <int TOKENS>
+__device__ static inline void fill_weights(uint4* stage, const KWalk* to, TileSource s, uint64_t*) {
+  int tiles = walk_tiles(to), row = threadIdx.x / 128, i = threadIdx.x % 128;
+  const uint4* from = s.w + (size_t)row * s.row_pitch + to->at * 64 + i;
 #pragma unroll
-  for (int i = 0; i < ROWS / TILE_ROWS; i += THREADS / 128) {
-    copy_async(stage + i * 128 + threadIdx.x, w, wanted);
-    w += (size_t)k * (2 * THREADS / 128);  // row tiles lie k / 32 x 64 x 16 bytes apart
+  for (; row < TILE_WARPS; row += TILE_WARPS * WARP / 128) {
+    copy_async(stage + row * 128 + i, from, i / 64 < tiles);
+    from += s.row_pitch * (TILE_WARPS * WARP / 128);
   }
 }
 
-// Copies one stage's activations, [2 k tiles][TOKENS][32]. x: this thread's 8 k's in its tokens'
-// rows.
-template <int TOKENS, int THREADS>
-__device__ static inline void stage_tokens(uint4* stage, const KWalk* walk, const half* const x[]) {
-  bool wanted = walk->slice <= walk->last_slice && threadIdx.x < TOKENS * 4;
+template <int TOKENS>
+__device__ static inline void fill_tokens(uint4* stage, const KWalk* to, TileSource s, uint64_t*) {
+  bool wanted = walk_tiles(to);
 #pragma unroll
-  for (int i = 0; i * THREADS < TOKENS * 4; i++) {
-    const half* from = x[i] + walk->at * TILE_K;
+  for (int i = threadIdx.x; i < STAGE_TILES * 4 * TOKENS; i += TILE_WARPS * WARP)
+    copy_async(stage + STAGE_WEIGHTS + i,
+               s.x + (size_t)min(to->at * 4 + i / TOKENS, s.k_pieces - 1) * s.n_tokens + i % TOKENS,
+               wanted);
+  copy_commit();
+}
+
+__device__ static inline void wait_empty(const KWalk*, uint64_t*) {
+}
+
+template <int STAGES>
+__device__ static inline void wait_full(const KWalk*, uint64_t*) {
+  copy_wait<STAGES - 2>();
+  __syncthreads();
+}
+
+__device__ static inline void release(const KWalk*, uint64_t*) {
+}
+#endif
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // code for sm_90a
+enum { HAVE_WGMMA = 1 };
+
+// d[16 rows of each of 4 warps, 64 tokens] += a . b; b: 2 pieces of [tokens][8 k's], `tokens` x 16
+// bytes apart. Runs on by itself until wgmma_wait.
+__device__ static inline void wgmma(float d[8][4], uint4 a, const uint4* b, int tokens) {
+  uint64_t where = (shared_address(b) & 0x3ffff) >> 4 | (uint64_t)tokens << 16 | (uint64_t)8 << 32;
+#define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
+      "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+      "%28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(where));
+#undef D4
+}
+
+__device__ static inline void wgmma_start() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ static inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+__device__ static inline void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+#else
+enum { HAVE_WGMMA = 0 };
+__device__ static inline void wgmma(float[8][4], uint4, const uint4*, int) {
+}
+__device__ static inline void wgmma_start() {
+}
+__device__ static inline void wgmma_wait() {
+}
+__device__ static inline void wgmma_commit() {
+}
+#endif
+
+// Four 8 x 8 pieces of activations, each lane naming a row of one: the B operands of two mmas.
+__device__ static inline uint4 load_matrices(const uint4* row) {
+  uint4 r;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
+               : "r"((uint32_t)__cvta_generic_to_shared(row)));
+  return r;
+}
+
+// d += one stage of a warp's 16 rows . all tokens; with wgmma the products may still be under way.
+template <int TOKENS>
+__device__ static inline void multiply_stage(float d[][4], const uint4* stage, int tiles) {
+  int lane = threadIdx.x % WARP;
+  const uint4 *weights = stage + threadIdx.x / WARP * STAGE_TILES * 64 + lane,
+              *tokens = stage + STAGE_WEIGHTS;
+  uint4 a[STAGE_TILES][2];
+#pragma unroll
+  for (int i = 0; i < STAGE_TILES * 2; i++)
+    a[i / 2][i % 2] = i / 2 < tiles ? weights[i * 32] : make_uint4(0, 0, 0, 0);
+  if (HAVE_WGMMA && TOKENS % 64 == 0) {
+    wgmma_start();
 #pragma unroll
     for (int kt = 0; kt < STAGE_TILES; kt++)
-      copy_async(stage + kt * TOKENS * 4 + i * THREADS + threadIdx.x, from + kt * TILE_K,
-                 wanted && walk->at + kt < walk->end);
+#pragma unroll
+      for (int i = 0; i < 2 * (TOKENS / 64); i++)
+        wgmma(d + i / 2 * 8, a[kt][i % 2], tokens + (kt * 4 + i % 2 * 2) * TOKENS + i / 2 * 64,
+              TOKENS);
+    wgmma_commit();
+    return;
+  }
+  tokens += lane / 8 * TOKENS + lane % 8;
+#pragma unroll
+  for (int kt = 0; kt < STAGE_TILES; kt++) {
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; i += 2) {  // two at a time: an accumulator's next mma can wait
+      uint4 b0 = load_matrices(tokens + kt * 4 * TOKENS + i * 8),
+            b1 = load_matrices(tokens + kt * 4 * TOKENS + i * 8 + 8);
+      mma(d[i], a[kt][0], b0.x, b0.y);
+      mma(d[i + 1], a[kt][0], b1.x, b1.y);
+      mma(d[i], a[kt][1], b0.z, b0.w);
+      mma(d[i + 1], a[kt][1], b1.z, b1.w);
+    }
   }
 }
 
-// One k tile of a warp: d += a . b. Two token tiles at a time, so that an accumulator's next mma
-// comes 2 MT mmas later.
-template <int MT, int NT>
-__device__ static inline void multiply_tile(float d[][NT][4], const uint4 a[][2],
-                                            const uint4* tokens) {
-#pragma unroll
-  for (int i = 0; i < NT; i += 2) {
-    uint4 b[2] = {tokens[i * 32], tokens[i * 32 + 32]};
-#pragma unroll
-    for (int j = 0; j < 2 * MT; j++) mma(d[j / 2][i + j % 2], a[j / 2][0], b[j % 2].x, b[j % 2].y);
-#pragma unroll
-    for (int j = 0; j < 2 * MT; j++) mma(d[j / 2][i + j % 2], a[j / 2][1], b[j % 2].z, b[j % 2].w);
-  }
-}
-
-template <Output MODE, bool SLICED, int ROWS, int TOKENS, int WARP_ROWS, int WARP_TOKENS,
-          int STAGES>
-__global__ void __launch_bounds__(ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP,
-                                  SLICED&& TOKENS > 64 ? 1 : 2)
+template <Output MODE, bool SLICED, int TOKENS, int STAGES>
+__global__ void __launch_bounds__(TILE_WARPS* WARP, TOKENS*(SLICED ? 2 : 1) > 128 ? 1 : 2)
     matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
-  constexpr int THREADS = ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP,
-                MT = WARP_ROWS / TILE_ROWS, NT = WARP_TOKENS / 8,
-                X_ROWS = (TOKENS * 4 + THREADS - 1) / THREADS,
-                WEIGHTS = ROWS / TILE_ROWS * STAGE_TILES * 64,
-                STAGE = WEIGHTS + STAGE_TILES * TOKENS * 4;  // in 16 bytes
+  constexpr int STAGE = STAGE_WEIGHTS + STAGE_TILES * 4 * TOKENS, NT = TOKENS / 8;  // in 16 bytes
   extern __shared__ uint4 shared[];
-  int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-  int warp_row = warp % (ROWS / WARP_ROWS) * MT,
-      warp_token = warp / (ROWS / WARP_ROWS) * WARP_TOKENS;
-  int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * (ROWS / TILE_ROWS);
-  const uint4* my_w = (const uint4*)m.w +
-                      (size_t)(row_tile0 + threadIdx.x / 128) * (m.k / TILE_K) * 64 +
-                      threadIdx.x % 128;
-  const half* my_x[X_ROWS];
-#pragma unroll
-  for (int i = 0; i < X_ROWS; i++) {  // beyond T: the last token once more, never stored
-    int token = min(token0 + (i * THREADS + (int)threadIdx.x) / 4, n_tokens - 1);
-    my_x[i] = x + (size_t)token * m.k + threadIdx.x % 4 * 8;
-  }
+  __shared__ uint64_t full[STAGES], empty[STAGES];
+  int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * TILE_WARPS;
+  TileSource source = {(const uint4*)m.w + (size_t)row_tile0 * (m.k / TILE_K) * 64,
+                       (const uint4*)x + token0, m.k / TILE_K * 64, n_tokens, m.k / 8};
   int slice0 = gridDim.z > 1 ? blockIdx.z : 0,
       last_slice = gridDim.z > 1 ? blockIdx.z : m.slices - 1;
-  KWalk use = {slice0, last_slice, slice_start(m, slice0), slice_start(m, slice0 + 1)}, load = use,
-        early = use;
+  KWalk use = {slice0, last_slice, slice_start(m, slice0), slice_start(m, slice0 + 1), 0, 0},
+        load = use, early = use;
+  ring_open<STAGES>(full, empty);
 #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) {
-    stage_weights<ROWS, THREADS>(shared + s * STAGE, &early, my_w, m.k);
-    walk_next(&early, m);
+    fill_weights<TOKENS>(shared + s * STAGE, &early, source, full);
+    walk_next<STAGES>(&early, m);
   }
   wait_for_previous();
 #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) {
-    stage_tokens<TOKENS, THREADS>(shared + s * STAGE + WEIGHTS, &load, my_x);
-    copy_commit();
-    walk_next(&load, m);
+    fill_tokens<TOKENS>(shared + s * STAGE, &load, source, full);
+    walk_next<STAGES>(&load, m);
   }
-  float d[MT][NT][4] = {}, total[SLICED ? MT : 1][NT][4] = {};
-  uint4 a[2][MT][2];  // this tile's weights and the next one's
-  const uint4 *sa = shared + warp_row * STAGE_TILES * 64 + lane,
-              *sb = shared + WEIGHTS + warp_token * 4 + lane;
-  copy_wait<STAGES - 2>();
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < MT * 2; i++) a[0][i / 2][i % 2] = sa[i / 2 * STAGE_TILES * 64 + i % 2 * 32];
+  float d[NT][4] = {}, total[SLICED ? NT : 1][4] = {};
 #pragma unroll 1
-  for (int stage = 0, fill = STAGES - 1; use.slice <= use.last_slice;) {
-    int next = stage + 1 == STAGES ? 0 : stage + 1;
-#pragma unroll
-    for (int kt = 0; kt < STAGE_TILES; kt++) {
-      const uint4* from = sa + stage * STAGE + (kt + 1) * 64;
-      if (kt + 1 == STAGE_TILES) {
-        // The next stage must have arrived, and all warps have left the one that is filled now.
-        copy_wait<STAGES - 3>();
-        __syncthreads();
-        stage_weights<ROWS, THREADS>(shared + fill * STAGE, &load, my_w, m.k);
-        stage_tokens<TOKENS, THREADS>(shared + fill * STAGE + WEIGHTS, &load, my_x);
-        copy_commit();
-        walk_next(&load, m);
-        from = sa + next * STAGE;
-      }
-#pragma unroll
-      for (int i = 0; i < MT * 2; i++)
-        a[(kt + 1) % 2][i / 2][i % 2] = from[i / 2 * STAGE_TILES * 64 + i % 2 * 32];
-      if (use.at + kt >= use.end) break;
-      multiply_tile<MT, NT>(d, a[kt % 2], sb + stage * STAGE + kt * TOKENS * 4);
-    }
-    fill = stage;
-    stage = next;
+  while (use.slice <= use.last_slice) {
+    wait_full<STAGES>(&use, full);
+    multiply_stage<TOKENS>(d, shared + use.slot * STAGE, walk_tiles(&use));
+    wait_empty(&load, empty);
+    fill_weights<TOKENS>(shared + load.slot * STAGE, &load, source, full);
+    fill_tokens<TOKENS>(shared + load.slot * STAGE, &load, source, full);
+    walk_next<STAGES>(&load, m);
+    if (HAVE_WGMMA && TOKENS % 64 == 0) wgmma_wait();
+    release(&use, empty);
     int slice = use.slice;
-    walk_next(&use, m);
+    walk_next<STAGES>(&use, m);
     if (use.slice == slice) continue;
 #pragma unroll
-    for (int i = 0; i < (SLICED ? MT * NT * 4 : 0); i++) {  // a slice is complete
-      float* slice_sum = &d[i / (NT * 4)][i / 4 % NT][i % 4];
-      total[SLICED ? i / (NT * 4) : 0][i / 4 % NT][i % 4] += *slice_sum;
-      *slice_sum = 0;
+    for (int i = 0; i < (SLICED ? NT * 4 : 0); i++) {  // a slice is complete
+      total[SLICED ? i / 4 : 0][i % 4] += d[i / 4][i % 4];
+      d[i / 4][i % 4] = 0;
     }
   }
   float* y = (float*)out + (gridDim.z > 1 ? (size_t)blockIdx.z * n_tokens * m.n : 0);
 #pragma unroll
-  for (int i = 0; i < MT * NT; i++)
-    store_tile<MODE>(y, SLICED ? total[SLICED ? i / NT : 0][i % NT] : d[i / NT][i % NT],
-                     (row_tile0 + warp_row + i / NT) * TILE_ROWS, token0 + warp_token + i % NT * 8,
-                     m.n, n_tokens);
+  for (int i = 0; i < NT; i++)
+    store_tile<MODE, true>(y, SLICED ? total[SLICED ? i : 0] : d[i],
+                           (row_tile0 + (int)threadIdx.x / WARP) * TILE_ROWS, token0 + i * 8, m.n,
+                           n_tokens);
 }
 
 // ---- Attention over the paged cache.
@@ -716,7 +886,7 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
 template <int K>
 __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
     attention_kernel(half* out, const half* q, DeviceKV kv, DeviceBatch b, float* partial,
-                     int* arrived) {
+                     int* arrived, int tiled) {
   constexpr int KD = (K + 31) / 32 * 32, OWN = K / 8;
   __shared__ float chunk_out[ATTENTION_WARPS][TILE_ROWS][K], chunk_max[ATTENTION_WARPS][TILE_ROWS],
       chunk_sum[ATTENTION_WARPS][TILE_ROWS];
@@ -799,7 +969,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
   }
   if (row >= rows) return;
   for (int i = 0; i < OWN; i++)
-    out[((size_t)token * kv.heads + head) * K + lane0 + i * 8] =
+    out[activation_index(token, head * K + lane0 + i * 8, kv.heads * K, tiled)] =
         __float2half(total.out[i] / total.sum);
 }
 
@@ -1087,48 +1257,65 @@ static int matrix_slices(int n, int k) {
   return slices;
 }
 
-template <Output MODE, bool SLICED, int ROWS, int TOKENS, int WARP_ROWS, int WARP_TOKENS,
-          int STAGES>
+template <Output MODE, bool SLICED, int TOKENS, int STAGES>
 static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                         int z) {
-  auto kernel = matmul_tile_kernel<MODE, SLICED, ROWS, TOKENS, WARP_ROWS, WARP_TOKENS, STAGES>;
-  size_t shared = STAGES * STAGE_TILES * (ROWS + TOKENS) * TILE_K * sizeof(half);
+  auto kernel = matmul_tile_kernel<MODE, SLICED, TOKENS, STAGES>;
+  size_t shared = (size_t)STAGES * (STAGE_WEIGHTS + STAGE_TILES * 4 * TOKENS) * 16;
   static bool configured;  // more than 48 KB of shared memory must be asked for, once
   if (!configured)
     CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
   configured = true;
-  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, ROWS), z);
-  launch(g, kernel, grid, ROWS / WARP_ROWS * (TOKENS / WARP_TOKENS) * WARP, shared, out, x, *m,
-         n_tokens);
+  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, MAX_BLOCK_ROWS), z);
+  launch(g, kernel, grid, TILE_WARPS * WARP, shared, out, x, *m, n_tokens);
 }
 
 // Tile shapes by number of tokens, pipeline depth by the shared memory a block may have: 227 KB on
 // Hopper, 163 on A100, 99 on other Ampere and Ada cards, 64 on Turing, where one shape must do for
-// all. Depth is what small batches live on: at 64 tokens on an H200 a step takes 1,755 us with 3
-// stages, 1,475 with 4, 1,430 with 6.
+// all. Two blocks share an SM where that is possible: the next kernel's weights arrive while this
+// one still works.
+#ifndef S16
+#define S16 6
+#define S32 5
+#define S64 4
+#define S128 3
+#define S256 4
+#define S128S 6
+#endif
 template <Output MODE>
 static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                          int z) {
-  constexpr bool SLICED = MODE == OUT_FLOAT;
   int kb = g->device->shared_bytes / 1024;
-  if (kb < 99) return launch_tile<MODE, SLICED, 128, 32, 32, 32, 3>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 16 && kb >= 150)
-    return launch_tile<MODE, SLICED, 128, 16, 32, 16, 8>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 32)
-    return launch_tile<MODE, SLICED, 128, 32, 32, 32, 4>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 64 && kb >= 150)
-    return launch_tile<MODE, SLICED, 128, 64, 32, 64, 6>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 64)
-    return launch_tile<MODE, SLICED, 128, 64, 32, 64, 4>(g, out, x, m, n_tokens, z);
-  if (m->slices > 1) return launch_tile<MODE, true, 128, 128, 32, 64, 3>(g, out, x, m, n_tokens, z);
-  return launch_tile<MODE, false, 128, 128, 64, 64, 3>(g, out, x, m, n_tokens, z);
+  if (MODE == OUT_FLOAT && m->slices > z && kb < 99)
+    return launch_tile<MODE, true, 32, 3>(g, out, x, m, n_tokens, z);
+  if (MODE == OUT_FLOAT && m->slices > z && n_tokens <= 64)
+    return launch_tile<MODE, true, 64, 4>(g, out, x, m, n_tokens, z);
+  if (MODE == OUT_FLOAT && m->slices > z && kb < 200)
+    return launch_tile<MODE, true, 128, 3>(g, out, x, m, n_tokens, z);
+  if (MODE == OUT_FLOAT && m->slices > z)
+    return launch_tile<MODE, true, 128, S128S>(g, out, x, m, n_tokens, z);
+  if (kb < 99) return launch_tile<MODE, false, 32, 3>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 16 && kb >= 200)
+    return launch_tile<MODE, false, 16, S16>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 32 && kb >= 200)
+    return launch_tile<MODE, false, 32, S32>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 32) return launch_tile<MODE, false, 32, 4>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 64) return launch_tile<MODE, false, 64, S64>(g, out, x, m, n_tokens, z);
+  if (n_tokens <= 128 || kb < 200)
+    return launch_tile<MODE, false, 128, S128>(g, out, x, m, n_tokens, z);
+  return launch_tile<MODE, false, 256, S256>(g, out, x, m, n_tokens, z);
 }
 
 // Blocks of the third grid dimension: one per slice when a block per 128 rows and 128 tokens would
 // leave multiprocessors idle.
 static int tile_slices(const Device* d, const Matrix* m, int n_tokens) {
   return ceil_div(m->n, 128) * ceil_div(n_tokens, 128) < d->sms ? m->slices : 1;
+}
+
+// See activation_index.
+static int tiled(const Gpu* g, int n_tokens) {
+  return g->matmul == MATMUL_MMA && n_tokens > SKINNY_TOKENS ? n_tokens : 0;
 }
 
 // Up to 8 tokens: with what comes before and after fused in.
@@ -1170,25 +1357,26 @@ static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, 
 }
 
 template <int K>
-static void launch_attention(const Gpu* g, int runs, int splits, DeviceKV kv) {
+static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, DeviceKV kv) {
   int parts = ceil_div(kv.heads / kv.kv_heads, TILE_ROWS);
   launch(g, attention_kernel<K>, dim3(runs, kv.kv_heads * parts, splits), ATTENTION_WARPS * WARP, 0,
-         g->att, (const half*)g->qkv.q, kv, g->qkv.batch, g->partial, g->arrived);
+         g->att, (const half*)g->qkv.q, kv, g->qkv.batch, g->partial, g->arrived,
+         tiled(g, n_tokens));
 }
 
-static void attention(const Gpu* g, int head_dim, int runs, int splits, DeviceKV kv) {
-  if (head_dim == 32) return launch_attention<32>(g, runs, splits, kv);
-  if (head_dim == 64) return launch_attention<64>(g, runs, splits, kv);
-  if (head_dim == 80) return launch_attention<80>(g, runs, splits, kv);
-  if (head_dim == 96) return launch_attention<96>(g, runs, splits, kv);
-  if (head_dim == 128) return launch_attention<128>(g, runs, splits, kv);
+static void attention(const Gpu* g, int head_dim, int n_tokens, int runs, int splits, DeviceKV kv) {
+  if (head_dim == 32) return launch_attention<32>(g, n_tokens, runs, splits, kv);
+  if (head_dim == 64) return launch_attention<64>(g, n_tokens, runs, splits, kv);
+  if (head_dim == 80) return launch_attention<80>(g, n_tokens, runs, splits, kv);
+  if (head_dim == 96) return launch_attention<96>(g, n_tokens, runs, splits, kv);
+  if (head_dim == 128) return launch_attention<128>(g, n_tokens, runs, splits, kv);
   die("no attention kernel for head width %d: 32, 64, 80, 96 and 128 exist", head_dim);
 }
 
 static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
                      const int* row) {
   launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
-         c->norm_eps);
+         c->norm_eps, tiled(g, rows));
 }
 
 // Queues one forward pass and the sampling of R rows for the token list on the device. Twin:
@@ -1211,7 +1399,7 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
     if (few) {
       norm.weight = l->attn_norm;
       matmul_skinny<OUT_QKV, true>(g, NULL, norm, &l->qkv, T, layer);
-      attention(g, c->head_dim, runs, splits, qkv.kv);
+      attention(g, c->head_dim, T, runs, splits, qkv.kv);
       matmul_skinny<OUT_RESIDUAL, false>(g, g->x, att, &l->o, T, layer);
       norm.weight = l->mlp_norm;
       matmul_skinny<OUT_SWIGLU, true>(g, g->hidden, norm, &l->gate_up, T, layer);
@@ -1221,7 +1409,7 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
     add_norm(g, c, T, y, l->attn_norm, NULL);
     y = matmul<OUT_FLOAT>(g, g->y, g->normed, &l->qkv, T);
     launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, y);
-    attention(g, c->head_dim, runs, splits, qkv.kv);
+    attention(g, c->head_dim, T, runs, splits, qkv.kv);
     y = matmul<OUT_FLOAT>(g, g->y, g->att, &l->o, T);
     add_norm(g, c, T, y, l->mlp_norm, NULL);
     matmul<OUT_SWIGLU>(g, g->hidden, g->normed, &l->gate_up, T);
@@ -1404,10 +1592,10 @@ static bool gpu_work_alloc(Engine* e) {
       {(void**)&g->y, y * sizeof(float)},
       {(void**)&g->logits, R * c->vocab_size * sizeof(float)},
       {(void**)&g->partial, split_rows * splits * (c->head_dim + 2) * sizeof(float)},
-      {(void**)&g->normed, (T > R ? T : R) * c->dim * sizeof(half)},
+      {(void**)&g->normed, (T > R ? T : R) * c->dim * sizeof(half) + MAX_TOKENS * 16},
       {(void**)&g->qkv.q, T * c->n_heads * key_width(c->head_dim) * sizeof(half)},
-      {(void**)&g->att, T * c->n_heads * c->head_dim * sizeof(half)},
-      {(void**)&g->hidden, T * c->hidden_dim * sizeof(half)},
+      {(void**)&g->att, T * c->n_heads * c->head_dim * sizeof(half) + MAX_TOKENS * 16},
+      {(void**)&g->hidden, T * c->hidden_dim * sizeof(half) + MAX_TOKENS * 16},
       {(void**)&g->arrived, T * c->n_heads * sizeof(int)},
       {(void**)&g->best, R * WARP * sizeof(Candidate)},
       {(void**)&g->qkv.batch.run, lists * sizeof(int)},

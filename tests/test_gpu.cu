@@ -78,6 +78,17 @@ static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, f
   CUDA_CHECK(cudaMalloc(&out, size));
   CUDA_CHECK(cudaMemset(out, 0xff, size));  // NaN everywhere
   const half* x = c->x + (size_t)x0 * c->k;
+  half *tiles = NULL, *host_tiles = (half*)xcalloc((size_t)T * c->k, 2);
+  if (tiled(&g, T)) {
+    for (int i = 0; i < T * c->k; i++)
+      host_tiles[activation_index(i / c->k, i % c->k, c->k, T)] =
+          __float2half(c->host_x[(size_t)x0 * c->k + i]);
+    CUDA_CHECK(cudaMalloc(&tiles, (size_t)T * c->k * 2 + MAX_TOKENS * 16));
+    CUDA_CHECK(cudaMemset(tiles, 0xff, (size_t)T * c->k * 2 + MAX_TOKENS * 16));
+    CUDA_CHECK(cudaMemcpy(tiles, host_tiles, (size_t)T * c->k * 2, cudaMemcpyHostToDevice));
+    x = tiles;
+  }
+  free(host_tiles);
   int slices = (mode == OUT_SWIGLU ? matmul<OUT_SWIGLU>(&g, out, x, &m, T)
                                    : matmul<OUT_FLOAT>(&g, out, x, &m, T))
                    .slices;
@@ -86,13 +97,15 @@ static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, f
   CUDA_CHECK(cudaMemcpy(host, out, size, cudaMemcpyDeviceToHost));
   for (int i = 0; i < T * outputs; i++) {
     if (mode == OUT_SWIGLU) {
-      result[i] = __half2float(((half*)host)[i]);
+      size_t at = tiled(&g, T) ? activation_index(i / outputs, i % outputs, outputs, T) : i;
+      result[i] = __half2float(((half*)host)[at]);
       continue;
     }
     result[i] = ((float*)host)[i];
     for (int s = 1; s < slices; s++) result[i] += ((float*)host)[(size_t)s * T * outputs + i];
   }
   cudaFree(out);
+  cudaFree(tiles);
   free(host);
 }
 
