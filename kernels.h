@@ -27,10 +27,13 @@
 // 32 tiles of 1 KB; tokens are B's columns, so 1 to 8 tokens cost the same.
 
 enum { WARP = 32, TILE_ROWS = 16, TILE_K = 32, TILE_HALVES = TILE_ROWS * TILE_K, MAX_SLICES = 8 };
+enum { BLOCK_TILES = 8, BLOCK_ROWS = BLOCK_TILES * TILE_ROWS };  // rows are padded to whole blocks
 
-// Where element (row, col) of a [n, k] matrix lies after packing.
+// Where element (row, col) of a [n, k] matrix lies after packing: [n / 128][k / 32][8 tiles], so
+// that what 128 rows need of some k's is one piece.
 __host__ __device__ static inline size_t packed_index(int row, int col, int k) {
-  size_t tile = (size_t)(row / TILE_ROWS) * (k / TILE_K) + col / TILE_K;
+  size_t tile = ((size_t)(row / BLOCK_ROWS) * (k / TILE_K) + col / TILE_K) * BLOCK_TILES +
+                row % BLOCK_ROWS / TILE_ROWS;
   int r = row % TILE_ROWS, c = col % TILE_K;
   int lane = (r % 8) * 4 + c / 8;
   int mma = (c % 8) / 4;                // which of the tile's two mmas
@@ -38,12 +41,20 @@ __host__ __device__ static inline size_t packed_index(int row, int col, int k) {
   return tile * TILE_HALVES + mma * (TILE_HALVES / 2) + lane * 8 + reg * 2 + c % 2;
 }
 
+enum { TOKEN_GROUP = 64 };
+
+// Tokens are stored in groups of 64, of 32 or 16 when there are so few.
+__host__ __device__ constexpr int token_group(int tokens) {
+  return tokens <= 16 ? 16 : tokens <= 32 ? 32 : TOKEN_GROUP;
+}
+
 // Where k of token t lies among the activations [T, n_k] that a linear layer reads. Up to 8 tokens
-// (tiled = 0): row-major. More (tiled = T): [k / 8][T][8], the k's of every 32 in the order in
+// (group = 0): row-major. More: [T / group][k / 8][group][8], the k's of every 32 in the order in
 // which ldmatrix and wgmma hand them to the lanes that hold their weights.
-__host__ __device__ static inline size_t activation_index(int t, int k, int n_k, int tiled) {
-  if (!tiled) return (size_t)t * n_k + k;
-  return ((size_t)(k / 32 * 4 + k % 8 / 2) * tiled + t) * 8 + k % 32 / 8 * 2 + k % 2;
+__host__ __device__ static inline size_t activation_index(int t, int k, int n_k, int group) {
+  if (!group) return (size_t)t * n_k + k;
+  size_t piece = (size_t)(t / group) * (n_k / 8) + k / 32 * 4 + k % 8 / 2;
+  return (piece * group + t % group) * 8 + k % 32 / 8 * 2 + k % 2;
 }
 
 // V of one cache block [16 tokens, K] for p . v: lane (g, t) finds tokens 4t .. 4t+3 of dims g and
@@ -202,7 +213,7 @@ __device__ static inline V sum_slices(Unsummed u, size_t i) {
 // of 4. Twin: rms_norm.
 __global__ void __launch_bounds__(NORM_THREADS)
     add_norm_kernel(half* normed, float* x, Unsummed y, const float* weight, const int* row,
-                    int dim, float eps, int tiled) {
+                    int dim, float eps, int group) {
   enum { MOST = 8 };  // D up to 8 x 4 x 256 = 8192
   wait_for_previous();
   int t = row ? row[blockIdx.x] : blockIdx.x;
@@ -227,7 +238,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
     half2 h[2];
     norm4(h, v[i], scale, ((const float4*)weight)[at]);
     for (int j = 0; j < 2; j++)
-      *(half2*)(normed + activation_index(blockIdx.x, at * 4 + j * 2, dim, tiled)) = h[j];
+      *(half2*)(normed + activation_index(blockIdx.x, at * 4 + j * 2, dim, group)) = h[j];
   }
 }
 
@@ -363,7 +374,8 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
     if constexpr (TILED) {
       half other = __shfl_xor_sync(~0u, odd ? h[0] : h[1], 4);
       if (token + odd < n_tokens)
-        *(half2*)((half*)out + activation_index(token + odd, i - odd, n / 2, n_tokens)) =
+        *(half2*)((half*)out +
+                  activation_index(token + odd, i - odd, n / 2, token_group(n_tokens))) =
             odd ? __halves2half2(other, h[1]) : __halves2half2(h[0], other);
     } else {
       for (int j = 0; j < 2; j++)
@@ -436,6 +448,7 @@ __device__ static void norm_tokens(half* normed, const SkinnyInput* in, int k, i
 template <Output MODE, bool NORM>
 __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
     matmul_skinny_kernel(void* out, QkvTarget qkv, SkinnyInput in, Matrix m, int n_tokens) {
+  constexpr int STEP = BLOCK_TILES * 64;  // 16 bytes from one k tile to the next
   extern __shared__ uint4 shared[];
   __shared__ float partial[SKINNY_WARPS][TILE_ROWS * 8];
   int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
@@ -443,12 +456,13 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
       slice = warp % m.slices;
   int start = slice_start(m, slice), count = slice_start(m, slice + 1) - start;
   if (row_tile * TILE_ROWS >= m.n) count = 0;
-  const uint4* wp = (const uint4*)m.w + ((size_t)row_tile * (k / TILE_K) + start) * 64 + lane;
+  const uint4* wp =
+      (const uint4*)m.w + packed_index(row_tile * TILE_ROWS, start * TILE_K, k) / 8 + lane;
   uint4 a[RING][2], b[RING];
 #pragma unroll
   for (int i = 0; i < RING; i++) {
-    if (i < count) a[i][0] = load_weights(wp + i * 64);
-    if (i < count) a[i][1] = load_weights(wp + i * 64 + 32);
+    if (i < count) a[i][0] = load_weights(wp + i * STEP);
+    if (i < count) a[i][1] = load_weights(wp + i * STEP + 32);
   }
   wait_for_previous();
   if (NORM) norm_tokens((half*)shared, &in, k, n_tokens);
@@ -470,8 +484,8 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
         mma(d, a[i][1], b[i].z, b[i].w);
       }
       if (next < count) {
-        a[i][0] = load_weights(wp + next * 64);
-        a[i][1] = load_weights(wp + next * 64 + 32);
+        a[i][0] = load_weights(wp + next * STEP);
+        a[i][1] = load_weights(wp + next * STEP + 32);
         if (g < n_tokens) b[i] = *(const uint4*)(xp + next * step);
       }
     }
@@ -489,25 +503,25 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
 
 // Rung 4: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
 // TOKENS, so that each weight enters registers once. k runs through a ring of shared-memory stages
-// of 64, the weights of the first ones asked for before waiting for the previous kernel.
-// Activations lie as [k / 8][T][8] (see activation_index): what a stage holds of them is 8 pieces
-// of TOKENS x 16 bytes, and 8 tokens x 8 k's are 128 contiguous bytes, which both ldmatrix and
-// wgmma read without bank conflicts.
+// of 64, the weights of the first ones asked for before waiting for the previous kernel. In a stage
+// 8 tokens x 8 k's are 128 contiguous bytes (see activation_index), which both ldmatrix and wgmma
+// read without bank conflicts.
 //
-// On Hopper one warp keeps the ring full with bulk copies (one instruction for up to 4 KB; cp.async
-// takes one per 16 bytes) and from 64 tokens on warps multiply by fours with wgmma, which reads the
-// activations once per 64 rows and runs at 1.5 times mma.sync's rate. Both instructions sum 16
-// products and the accumulator at once: the same bits (tests/test_gpu.cu).
+// On Hopper one thread keeps the ring full with bulk copies, one for all weights of a stage (8
+// copies of 2 KB took 1 us to issue: 33 us instead of 16 for gate-up), and from 33 tokens on warps
+// multiply by fours with wgmma, which reads the activations once per 64 rows and runs at 1.4 times
+// mma.sync's rate. Both instructions sum 16 products and the accumulator at once: the same bits.
 // SLICED keeps two sums, of the slice and of all before it.
 // blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = 128
 // rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
 enum {
-  TILE_WARPS = 8,
-  STAGE_TILES = 2,                                // k tiles of a stage
-  STAGE_WEIGHTS = TILE_WARPS * STAGE_TILES * 64,  // in 16 bytes: [8 row tiles][2 k tiles][1 KB]
-  MAX_BLOCK_ROWS = TILE_WARPS * TILE_ROWS,        // rows of a matrix are padded to this
-  MAX_TOKENS = 256,                               // of a block
+  STAGE_TILES = 2,                                 // k tiles of a stage
+  STAGE_WEIGHTS = BLOCK_TILES * STAGE_TILES * 64,  // in 16 bytes: [2 k tiles][8 row tiles][1 KB]
 };
+
+__host__ __device__ constexpr int stage_size(int tokens) {  // in 16 bytes
+  return STAGE_WEIGHTS + STAGE_TILES * 4 * tokens;
+}
 
 // Walks k, in tiles of 32, over the slices that a block owns. A stage never crosses a slice's end.
 typedef struct {
@@ -534,11 +548,8 @@ __device__ static inline int walk_tiles(const KWalk* w) {
 }
 
 typedef struct {
-  const uint4* w;          // the block's first row tile
-  const uint4* x;          // 8 k's of its first token
-  int row_pitch;           // 16 bytes from one row tile to the next
-  int n_tokens, k_pieces;  // T, k / 8. A stage of one k tile gets any numbers for the other's
-                           // activations: its weights count as 0
+  const uint4 *w, *x;  // the block's rows and tokens
+  int groups, group;   // of its tokens; 16 bytes from one to the next
 } TileSource;
 
 // The ring in two versions. full[slot]: a stage's bytes have arrived; empty[slot]: all warps have
@@ -569,41 +580,44 @@ __device__ static inline void ring_open(uint64_t* full, uint64_t* empty) {
   if (threadIdx.x < STAGES) {
     asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full + threadIdx.x)));
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(empty + threadIdx.x)),
-                 "r"((int)TILE_WARPS));
+                 "r"((int)BLOCK_TILES));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
 }
 
 template <int TOKENS>
-__device__ static inline void fill_weights(uint4* stage, const KWalk* to, TileSource s,
+__device__ static inline void fill_weights(uint4* shared, const KWalk* to, TileSource s,
                                            uint64_t* full) {
-  int lane = threadIdx.x, tiles = walk_tiles(to);
-  if (lane >= WARP || tiles == 0) return;
-  if (lane == 0)
-    asm volatile(
-        "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full + to->slot)),
-        "r"((tiles * (STAGE_WEIGHTS / STAGE_TILES) + STAGE_TILES * 4 * TOKENS) * 16)
-        : "memory");
-  __syncwarp();
-  if (lane < TILE_WARPS)
-    copy_bulk(stage + lane * STAGE_TILES * 64, s.w + (size_t)lane * s.row_pitch + to->at * 64,
-              tiles * 1024, full + to->slot);
+  int bytes = walk_tiles(to) * (STAGE_WEIGHTS / STAGE_TILES) * 16;
+  if (threadIdx.x > 0 || bytes == 0) return;
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full + to->slot)),
+      "r"(bytes + STAGE_TILES * 4 * 16 * TOKENS)
+      : "memory");
+  copy_bulk(shared + to->slot * stage_size(TOKENS), s.w + (size_t)to->at * BLOCK_TILES * 64, bytes,
+            full + to->slot);
 }
 
+// A stage of one k tile gets that one's activations twice: wgmma takes both, with weights of 0.
 template <int TOKENS>
-__device__ static inline void fill_tokens(uint4* stage, const KWalk* to, TileSource s,
+__device__ static inline void fill_tokens(uint4* shared, const KWalk* to, TileSource s,
                                           uint64_t* full) {
-  int i = threadIdx.x;
-  if (i < STAGE_TILES * 4 && walk_tiles(to))
-    copy_bulk(stage + STAGE_WEIGHTS + i * TOKENS,
-              s.x + (size_t)min(to->at * 4 + i, s.k_pieces - 1) * s.n_tokens, TOKENS * 16,
-              full + to->slot);
+  constexpr int GROUP = token_group(TOKENS), TILE = GROUP * 4;
+  if (threadIdx.x > 0 || walk_tiles(to) == 0) return;
+  bool whole = walk_tiles(to) == STAGE_TILES;
+#pragma unroll
+  for (int i = 0; i < TOKENS / GROUP; i++) {
+    const uint4* from = s.x + min(i, s.groups - 1) * s.group + to->at * TILE;
+    uint4* stage = shared + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + i * TILE * STAGE_TILES;
+    copy_bulk(stage, from, (whole ? 2 : 1) * TILE * 16, full + to->slot);
+    if (!whole) copy_bulk(stage + TILE, from, TILE * 16, full + to->slot);
+  }
 }
 
 // Before a slot is filled again.
 __device__ static inline void wait_empty(const KWalk* to, uint64_t* empty) {
-  if (threadIdx.x < WARP && walk_tiles(to)) barrier_wait(empty + to->slot, to->parity ^ 1);
+  if (threadIdx.x == 0 && walk_tiles(to)) barrier_wait(empty + to->slot, to->parity ^ 1);
 }
 
 template <int STAGES>
@@ -623,24 +637,24 @@ __device__ static inline void ring_open(uint64_t*, uint64_t*) {
 }
 
 template <int TOKENS>
-__device__ static inline void fill_weights(uint4* stage, const KWalk* to, TileSource s, uint64_t*) {
-  int tiles = walk_tiles(to), row = threadIdx.x / 128, i = threadIdx.x % 128;
-  const uint4* from = s.w + (size_t)row * s.row_pitch + to->at * 64 + i;
+__device__ static inline void fill_weights(uint4* shared, const KWalk* to, TileSource s,
+                                           uint64_t*) {
+  const uint4* from = s.w + (size_t)to->at * BLOCK_TILES * 64 + threadIdx.x;
+  uint4* stage = shared + to->slot * stage_size(TOKENS) + threadIdx.x;
 #pragma unroll
-  for (; row < TILE_WARPS; row += TILE_WARPS * WARP / 128) {
-    copy_async(stage + row * 128 + i, from, i / 64 < tiles);
-    from += s.row_pitch * (TILE_WARPS * WARP / 128);
-  }
+  for (int i = 0; i < STAGE_WEIGHTS; i += BLOCK_TILES * WARP)
+    copy_async(stage + i, from + i, i / (STAGE_WEIGHTS / STAGE_TILES) < walk_tiles(to));
 }
 
 template <int TOKENS>
-__device__ static inline void fill_tokens(uint4* stage, const KWalk* to, TileSource s, uint64_t*) {
-  bool wanted = walk_tiles(to);
+__device__ static inline void fill_tokens(uint4* shared, const KWalk* to, TileSource s, uint64_t*) {
+  constexpr int GROUP = token_group(TOKENS), PART = GROUP * 4 * STAGE_TILES;
+  uint4* stage = shared + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS;
 #pragma unroll
-  for (int i = threadIdx.x; i < STAGE_TILES * 4 * TOKENS; i += TILE_WARPS * WARP)
-    copy_async(stage + STAGE_WEIGHTS + i,
-               s.x + (size_t)min(to->at * 4 + i / TOKENS, s.k_pieces - 1) * s.n_tokens + i % TOKENS,
-               wanted);
+  for (int i = threadIdx.x; i < STAGE_TILES * 4 * TOKENS; i += BLOCK_TILES * WARP)
+    copy_async(stage + i,
+               s.x + min(i / PART, s.groups - 1) * s.group + to->at * GROUP * 4 + i % PART,
+               i % PART / (GROUP * 4) < walk_tiles(to));
   copy_commit();
 }
 
@@ -660,10 +674,11 @@ __device__ static inline void release(const KWalk*, uint64_t*) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // code for sm_90a
 enum { HAVE_WGMMA = 1 };
 
-// d[16 rows of each of 4 warps, 64 tokens] += a . b; b: 2 pieces of [tokens][8 k's], `tokens` x 16
-// bytes apart. Runs on by itself until wgmma_wait.
-__device__ static inline void wgmma(float d[8][4], uint4 a, const uint4* b, int tokens) {
-  uint64_t where = (shared_address(b) & 0x3ffff) >> 4 | (uint64_t)tokens << 16 | (uint64_t)8 << 32;
+// d[16 rows of each of 4 warps, 64 tokens] += a . b; b: 2 pieces of [64 tokens][8 k's]. Runs on by
+// itself until wgmma_wait.
+__device__ static inline void wgmma(float d[8][4], uint4 a, const uint4* b) {
+  // The address, the steps to the next 8 k's and to the next 8 tokens, all in 16 bytes.
+  uint64_t where = (shared_address(b) & 0x3ffff) >> 4 | (uint64_t)64 << 16 | (uint64_t)8 << 32;
 #define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
@@ -687,7 +702,7 @@ __device__ static inline void wgmma_commit() {
 }
 #else
 enum { HAVE_WGMMA = 0 };
-__device__ static inline void wgmma(float[8][4], uint4, const uint4*, int) {
+__device__ static inline void wgmma(float[8][4], uint4, const uint4*) {
 }
 __device__ static inline void wgmma_start() {
 }
@@ -709,31 +724,32 @@ __device__ static inline uint4 load_matrices(const uint4* row) {
 // d += one stage of a warp's 16 rows . all tokens; with wgmma the products may still be under way.
 template <int TOKENS>
 __device__ static inline void multiply_stage(float d[][4], const uint4* stage, int tiles) {
+  constexpr int GROUP = token_group(TOKENS);
   int lane = threadIdx.x % WARP;
-  const uint4 *weights = stage + threadIdx.x / WARP * STAGE_TILES * 64 + lane,
-              *tokens = stage + STAGE_WEIGHTS;
+  const uint4 *weights = stage + threadIdx.x / WARP * 64 + lane, *tokens = stage + STAGE_WEIGHTS;
   uint4 a[STAGE_TILES][2];
 #pragma unroll
   for (int i = 0; i < STAGE_TILES * 2; i++)
-    a[i / 2][i % 2] = i / 2 < tiles ? weights[i * 32] : make_uint4(0, 0, 0, 0);
-  if (HAVE_WGMMA && TOKENS % 64 == 0) {
+    a[i / 2][i % 2] =
+        i / 2 < tiles ? weights[i / 2 * BLOCK_TILES * 64 + i % 2 * 32] : make_uint4(0, 0, 0, 0);
+  if (HAVE_WGMMA && GROUP == 64) {
     wgmma_start();
 #pragma unroll
-    for (int kt = 0; kt < STAGE_TILES; kt++)
+    for (int i = 0; i < STAGE_TILES * 2; i++)
 #pragma unroll
-      for (int i = 0; i < 2 * (TOKENS / 64); i++)
-        wgmma(d + i / 2 * 8, a[kt][i % 2], tokens + (kt * 4 + i % 2 * 2) * TOKENS + i / 2 * 64,
-              TOKENS);
+      for (int j = 0; j < TOKENS / GROUP; j++)
+        wgmma(d + j * 8, a[i / 2][i % 2], tokens + (j * STAGE_TILES * 4 + i * 2) * GROUP);
     wgmma_commit();
     return;
   }
-  tokens += lane / 8 * TOKENS + lane % 8;
 #pragma unroll
   for (int kt = 0; kt < STAGE_TILES; kt++) {
+    if (kt >= tiles) break;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i += 2) {  // two at a time: an accumulator's next mma can wait
-      uint4 b0 = load_matrices(tokens + kt * 4 * TOKENS + i * 8),
-            b1 = load_matrices(tokens + kt * 4 * TOKENS + i * 8 + 8);
+      const uint4* from = tokens + i * 8 / GROUP * STAGE_TILES * 4 * GROUP +
+                          (kt * 4 + lane / 8) * GROUP + i * 8 % GROUP + lane % 8;
+      uint4 b0 = load_matrices(from), b1 = load_matrices(from + 8);
       mma(d[i], a[kt][0], b0.x, b0.y);
       mma(d[i + 1], a[kt][0], b1.x, b1.y);
       mma(d[i], a[kt][1], b0.z, b0.w);
@@ -743,14 +759,15 @@ __device__ static inline void multiply_stage(float d[][4], const uint4* stage, i
 }
 
 template <Output MODE, bool SLICED, int TOKENS, int STAGES>
-__global__ void __launch_bounds__(TILE_WARPS* WARP, TOKENS*(SLICED ? 2 : 1) > 128 ? 1 : 2)
+__global__ void __launch_bounds__(BLOCK_TILES* WARP, TOKENS*(SLICED ? 2 : 1) > 128 ? 1 : 2)
     matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
-  constexpr int STAGE = STAGE_WEIGHTS + STAGE_TILES * 4 * TOKENS, NT = TOKENS / 8;  // in 16 bytes
+  constexpr int NT = TOKENS / 8, GROUP = token_group(TOKENS);
   extern __shared__ uint4 shared[];
   __shared__ uint64_t full[STAGES], empty[STAGES];
-  int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * TILE_WARPS;
+  int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * BLOCK_TILES, group = m.k / 8 * GROUP;
   TileSource source = {(const uint4*)m.w + (size_t)row_tile0 * (m.k / TILE_K) * 64,
-                       (const uint4*)x + token0, m.k / TILE_K * 64, n_tokens, m.k / 8};
+                       (const uint4*)x + (size_t)(token0 / GROUP) * group,
+                       (n_tokens - token0 + GROUP - 1) / GROUP, group};
   int slice0 = gridDim.z > 1 ? blockIdx.z : 0,
       last_slice = gridDim.z > 1 ? blockIdx.z : m.slices - 1;
   KWalk use = {slice0, last_slice, slice_start(m, slice0), slice_start(m, slice0 + 1), 0, 0},
@@ -758,25 +775,25 @@ __global__ void __launch_bounds__(TILE_WARPS* WARP, TOKENS*(SLICED ? 2 : 1) > 12
   ring_open<STAGES>(full, empty);
 #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) {
-    fill_weights<TOKENS>(shared + s * STAGE, &early, source, full);
+    fill_weights<TOKENS>(shared, &early, source, full);
     walk_next<STAGES>(&early, m);
   }
   wait_for_previous();
 #pragma unroll 1
   for (int s = 0; s < STAGES - 1; s++) {
-    fill_tokens<TOKENS>(shared + s * STAGE, &load, source, full);
+    fill_tokens<TOKENS>(shared, &load, source, full);
     walk_next<STAGES>(&load, m);
   }
   float d[NT][4] = {}, total[SLICED ? NT : 1][4] = {};
 #pragma unroll 1
   while (use.slice <= use.last_slice) {
     wait_full<STAGES>(&use, full);
-    multiply_stage<TOKENS>(d, shared + use.slot * STAGE, walk_tiles(&use));
+    multiply_stage<TOKENS>(d, shared + use.slot * stage_size(TOKENS), walk_tiles(&use));
     wait_empty(&load, empty);
-    fill_weights<TOKENS>(shared + load.slot * STAGE, &load, source, full);
-    fill_tokens<TOKENS>(shared + load.slot * STAGE, &load, source, full);
+    fill_weights<TOKENS>(shared, &load, source, full);
+    fill_tokens<TOKENS>(shared, &load, source, full);
     walk_next<STAGES>(&load, m);
-    if (HAVE_WGMMA && TOKENS % 64 == 0) wgmma_wait();
+    if (HAVE_WGMMA && GROUP == 64) wgmma_wait();
     release(&use, empty);
     int slice = use.slice;
     walk_next<STAGES>(&use, m);
@@ -886,7 +903,7 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
 template <int K>
 __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
     attention_kernel(half* out, const half* q, DeviceKV kv, DeviceBatch b, float* partial,
-                     int* arrived, int tiled) {
+                     int* arrived, int out_group) {
   constexpr int KD = (K + 31) / 32 * 32, OWN = K / 8;
   __shared__ float chunk_out[ATTENTION_WARPS][TILE_ROWS][K], chunk_max[ATTENTION_WARPS][TILE_ROWS],
       chunk_sum[ATTENTION_WARPS][TILE_ROWS];
@@ -969,7 +986,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
   }
   if (row >= rows) return;
   for (int i = 0; i < OWN; i++)
-    out[activation_index(token, head * K + lane0 + i * 8, kv.heads * K, tiled)] =
+    out[activation_index(token, head * K + lane0 + i * 8, kv.heads * K, out_group)] =
         __float2half(total.out[i] / total.sum);
 }
 
@@ -1261,14 +1278,14 @@ template <Output MODE, bool SLICED, int TOKENS, int STAGES>
 static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                         int z) {
   auto kernel = matmul_tile_kernel<MODE, SLICED, TOKENS, STAGES>;
-  size_t shared = (size_t)STAGES * (STAGE_WEIGHTS + STAGE_TILES * 4 * TOKENS) * 16;
+  size_t shared = (size_t)STAGES * stage_size(TOKENS) * 16;
   static bool configured;  // more than 48 KB of shared memory must be asked for, once
   if (!configured)
     CUDA_CHECK(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
   configured = true;
-  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, MAX_BLOCK_ROWS), z);
-  launch(g, kernel, grid, TILE_WARPS * WARP, shared, out, x, *m, n_tokens);
+  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
+  launch(g, kernel, grid, BLOCK_TILES * WARP, shared, out, x, *m, n_tokens);
 }
 
 // Tile shapes by number of tokens, pipeline depth by the shared memory a block may have: 227 KB on
@@ -1277,10 +1294,20 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
 // one still works.
 #ifndef S16
 #define S16 6
+#endif
+#ifndef S32
 #define S32 5
+#endif
+#ifndef S64
 #define S64 4
+#endif
+#ifndef S128
 #define S128 3
+#endif
+#ifndef S256
 #define S256 4
+#endif
+#ifndef S128S
 #define S128S 6
 #endif
 template <Output MODE>
@@ -1314,8 +1341,8 @@ static int tile_slices(const Device* d, const Matrix* m, int n_tokens) {
 }
 
 // See activation_index.
-static int tiled(const Gpu* g, int n_tokens) {
-  return g->matmul == MATMUL_MMA && n_tokens > SKINNY_TOKENS ? n_tokens : 0;
+static int activation_group(const Gpu* g, int n_tokens) {
+  return g->matmul == MATMUL_MMA && n_tokens > SKINNY_TOKENS ? token_group(n_tokens) : 0;
 }
 
 // Up to 8 tokens: with what comes before and after fused in.
@@ -1361,7 +1388,7 @@ static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, D
   int parts = ceil_div(kv.heads / kv.kv_heads, TILE_ROWS);
   launch(g, attention_kernel<K>, dim3(runs, kv.kv_heads * parts, splits), ATTENTION_WARPS * WARP, 0,
          g->att, (const half*)g->qkv.q, kv, g->qkv.batch, g->partial, g->arrived,
-         tiled(g, n_tokens));
+         activation_group(g, n_tokens));
 }
 
 static void attention(const Gpu* g, int head_dim, int n_tokens, int runs, int splits, DeviceKV kv) {
@@ -1376,7 +1403,7 @@ static void attention(const Gpu* g, int head_dim, int n_tokens, int runs, int sp
 static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
                      const int* row) {
   launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
-         c->norm_eps, tiled(g, rows));
+         c->norm_eps, activation_group(g, rows));
 }
 
 // Queues one forward pass and the sampling of R rows for the token list on the device. Twin:
@@ -1569,6 +1596,7 @@ static bool gpu_work_alloc(Engine* e) {
   const Config* c = &e->w->config;
   const Layer* l = &e->w->layers[0];
   size_t T = e->size.max_tokens, R = graph_size(e->size.max_slots), y = 0, split_rows;
+  size_t padded = ((T > R ? T : R) + TOKEN_GROUP - 1) / TOKEN_GROUP * TOKEN_GROUP;
   const Matrix* unsummed[] = {&l->qkv, &l->o, &l->down};
   for (int i = 0; i < 3;
        i++) {  // most floats in y: all tokens summed, or as many as tile_slices leaves in slices
@@ -1592,10 +1620,10 @@ static bool gpu_work_alloc(Engine* e) {
       {(void**)&g->y, y * sizeof(float)},
       {(void**)&g->logits, R * c->vocab_size * sizeof(float)},
       {(void**)&g->partial, split_rows * splits * (c->head_dim + 2) * sizeof(float)},
-      {(void**)&g->normed, (T > R ? T : R) * c->dim * sizeof(half) + MAX_TOKENS * 16},
+      {(void**)&g->normed, padded * c->dim * sizeof(half)},
       {(void**)&g->qkv.q, T * c->n_heads * key_width(c->head_dim) * sizeof(half)},
-      {(void**)&g->att, T * c->n_heads * c->head_dim * sizeof(half) + MAX_TOKENS * 16},
-      {(void**)&g->hidden, T * c->hidden_dim * sizeof(half) + MAX_TOKENS * 16},
+      {(void**)&g->att, padded * c->n_heads * c->head_dim * sizeof(half)},
+      {(void**)&g->hidden, padded * c->hidden_dim * sizeof(half)},
       {(void**)&g->arrived, T * c->n_heads * sizeof(int)},
       {(void**)&g->best, R * WARP * sizeof(Candidate)},
       {(void**)&g->qkv.batch.run, lists * sizeof(int)},
@@ -1696,7 +1724,7 @@ static void gpu_upload(void* to, const void* from, size_t bytes) {
 
 static const Backend gpu_backend = {
     gpu_open,        gpu_probe_bandwidth, gpu_probe_rate, gpu_used,     gpu_alloc,       gpu_free,
-    gpu_upload,      MAX_BLOCK_ROWS,      TILE_K,         sizeof(half), matrix_slices,   gpu_fill,
+    gpu_upload,      BLOCK_ROWS,          TILE_K,         sizeof(half), matrix_slices,   gpu_fill,
     gpu_engine_open, gpu_engine_close,    gpu_submit,     gpu_collect,  gpu_copy_logits,
 };
 
