@@ -10,6 +10,9 @@
 //   ceilings, backend   probes; memory; one step as launches, recorded as a CUDA graph
 //
 // Letters in shapes are model.h's.
+#ifndef BOUND
+#define BOUND 128
+#endif
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
@@ -362,38 +365,26 @@ __global__ void matmul_rows_kernel(void* out, Output mode, const half* x, Matrix
 }
 
 // Writes one lane's share of a 16 x 8 result tile: d = {row g of tokens 2t, 2t+1, row g + 8 of the
-// same}. TILED: SwiGLU's results go to a tile kernel, so two lanes join their neighbouring k's.
-template <Output MODE, bool TILED>
-__device__ static inline void store_tile(void* out, const float d[4], int row0, int token0, int n,
+// same}.
+template <Output MODE>
+__device__ static inline void store_tile(void* out, const float d[4], int row0, int n,
                                          int n_tokens) {
-  int lane = threadIdx.x % WARP, row = row0 + lane / 4, token = token0 + lane % 4 * 2;
+  int lane = threadIdx.x % WARP, row = row0 + lane / 4, token = lane % 4 * 2;
   if (row0 >= n) return;
-  if constexpr (MODE == OUT_SWIGLU) {  // gate in row g, its up in row g + 8
-    half h[2] = {__float2half(silu_mul(d[0], d[2])), __float2half(silu_mul(d[1], d[3]))};
-    int i = row0 / 2 + lane / 4, odd = i % 2;
-    if constexpr (TILED) {
-      half other = __shfl_xor_sync(~0u, odd ? h[0] : h[1], 4);
-      if (token + odd < n_tokens)
-        *(half2*)((half*)out +
-                  activation_index(token + odd, i - odd, n / 2, token_group(n_tokens))) =
-            odd ? __halves2half2(other, h[1]) : __halves2half2(h[0], other);
-    } else {
-      for (int j = 0; j < 2; j++)
-        if (token + j < n_tokens) ((half*)out)[(size_t)(token + j) * (n / 2) + i] = h[j];
-    }
-  } else {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-      if (token + i >= n_tokens) return;
-      float* y = (float*)out + (size_t)(token + i) * n + row;
-      if (MODE == OUT_QKV) {
-        const QkvTarget* to = (const QkvTarget*)out;
-        store_qkv(to, token + i, row0 / to->head_dim, row0 % to->head_dim / 2 + lane / 4, d[i],
-                  d[i + 2]);
-      } else {
-        if (row < n) y[0] = MODE == OUT_RESIDUAL ? y[0] + d[i] : d[i];
-        if (row + 8 < n) y[8] = MODE == OUT_RESIDUAL ? y[8] + d[i + 2] : d[i + 2];
-      }
+  for (int i = 0; i < 2; i++) {
+    if (token + i >= n_tokens) return;
+    float* y = (float*)out + (size_t)(token + i) * n + row;
+    if (MODE == OUT_SWIGLU) {  // gate in row g, its up in row g + 8
+      ((half*)out)[(size_t)(token + i) * (n / 2) + row0 / 2 + lane / 4] =
+          __float2half(silu_mul(d[i], d[i + 2]));
+    } else if (MODE == OUT_QKV) {
+      const QkvTarget* to = (const QkvTarget*)out;
+      store_qkv(to, token + i, row0 / to->head_dim, row0 % to->head_dim / 2 + lane / 4, d[i],
+                d[i + 2]);
+    } else {
+      if (row < n) y[0] = MODE == OUT_RESIDUAL ? y[0] + d[i] : d[i];
+      if (row + 8 < n) y[8] = MODE == OUT_RESIDUAL ? y[8] + d[i + 2] : d[i + 2];
     }
   }
 }
@@ -497,8 +488,7 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
     for (int s = 1; s < m.slices; s++)
       for (int i = 0; i < 4; i++) d[i] += partial[warp + s][i * WARP + lane];
   }
-  store_tile<MODE, false>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, 0, m.n,
-                          n_tokens);
+  store_tile<MODE>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, m.n, n_tokens);
 }
 
 // Rung 4: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
@@ -523,40 +513,55 @@ __host__ __device__ constexpr int stage_size(int tokens) {  // in 16 bytes
   return STAGE_WEIGHTS + STAGE_TILES * 4 * tokens;
 }
 
-// Walks k, in tiles of 32, over the slices that a block owns. A stage never crosses a slice's end.
+// Walks k, in tiles of 32, over the slices that a block owns: one, or if SLICED all. A stage never
+// crosses a slice's end.
 typedef struct {
-  int slice, last_slice, at, end;  // at, end: k tiles
-  int slot, parity;                // of the ring: where the stage lies, how often it went round
+  int at, end, slice;  // at, end: k tiles
+  int slot, parity;    // of the ring: where the stage lies, how often it went round
 } KWalk;
 
-template <int STAGES>
+template <int STAGES, bool SLICED>
 __device__ static inline void walk_next(KWalk* w, Matrix m) {
   if (++w->slot == STAGES) {
     w->slot = 0;
     w->parity ^= 1;
   }
   w->at += STAGE_TILES;
-  if (w->at < w->end) return;
+  if (!SLICED || w->at < w->end || w->slice == m.slices - 1) return;
   w->slice++;
   w->at = w->end;
   w->end = slice_start(m, w->slice + 1);
 }
 
-// k tiles of the stage at w; 0 after the last.
+// k tiles of the stage at w; none after the last.
 __device__ static inline int walk_tiles(const KWalk* w) {
-  return w->slice > w->last_slice ? 0 : min((int)STAGE_TILES, w->end - w->at);
+  return min((int)STAGE_TILES, w->end - w->at);
 }
 
+// What a block streams through shared memory: its rows' weights and its tokens' activations.
 typedef struct {
+  Matrix m;
   const uint4 *w, *x;  // the block's rows and tokens
   int groups, group;   // of its tokens; 16 bytes from one to the next
-} TileSource;
+  KWalk load;          // the next stage to fill
+  uint4* stages;
+  uint64_t *full, *empty;  // [STAGES] a stage's bytes have arrived; all warps have used it
+} Ring;
 
-// The ring in two versions. full[slot]: a stage's bytes have arrived; empty[slot]: all warps have
-// used it.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 __device__ static inline uint32_t shared_address(const void* p) {
   return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+__device__ static inline void barrier_open(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ static inline void barrier_expect(uint64_t* barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(bytes)
+               : "memory");
 }
 
 __device__ static inline void barrier_wait(uint64_t* barrier, int parity) {
@@ -567,7 +572,7 @@ __device__ static inline void barrier_wait(uint64_t* barrier, int parity) {
       : "memory");
 }
 
-__device__ static inline void copy_bulk(uint4* to, const uint4* from, int bytes, uint64_t* full) {
+__device__ static inline void copy_bulk(uint4* to, const void* from, int bytes, uint64_t* full) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(shared_address(to)),
@@ -575,99 +580,98 @@ __device__ static inline void copy_bulk(uint4* to, const uint4* from, int bytes,
       : "memory");
 }
 
-template <int STAGES>
-__device__ static inline void ring_open(uint64_t* full, uint64_t* empty) {
+template <int TOKENS>
+__device__ static inline void fill_weights(const Ring* r, const KWalk* to) {
+  int tiles = walk_tiles(to), bytes = tiles * BLOCK_TILES * 1024;
+  if (tiles <= 0) return;
+  barrier_expect(r->full + to->slot, tiles * stage_size(TOKENS) / STAGE_TILES * 16);
+  copy_bulk(r->stages + to->slot * stage_size(TOKENS), r->w + (size_t)to->at * BLOCK_TILES * 64,
+            bytes, r->full + to->slot);
+}
+
+template <int TOKENS>
+__device__ static inline void fill_tokens(const Ring* r, const KWalk* to) {
+  constexpr int GROUP = token_group(TOKENS), TILE = GROUP * 4;
+#pragma unroll
+  for (int i = 0; i < TOKENS / GROUP; i++)
+    copy_bulk(r->stages + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + i * TILE * STAGE_TILES,
+              r->x + min(i, r->groups - 1) * r->group + to->at * TILE, walk_tiles(to) * TILE * 16,
+              r->full + to->slot);
+}
+
+// A ninth warp does nothing but this, in one thread; as a task of a multiplying warp it took 0.7 us
+// a stage. Returns whether the caller belongs to that warp.
+template <int TOKENS, int STAGES, bool SLICED>
+__device__ static bool ring_fill(Ring* r) {
   if (threadIdx.x < STAGES) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(full + threadIdx.x)));
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(empty + threadIdx.x)),
-                 "r"((int)BLOCK_TILES));
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    barrier_open(r->full + threadIdx.x, 1);
+    barrier_open(r->empty + threadIdx.x, BLOCK_TILES);
   }
   __syncthreads();
-}
-
-template <int TOKENS>
-__device__ static inline void fill_weights(uint4* shared, const KWalk* to, TileSource s,
-                                           uint64_t* full) {
-  int bytes = walk_tiles(to) * (STAGE_WEIGHTS / STAGE_TILES) * 16;
-  if (threadIdx.x > 0 || bytes == 0) return;
-  asm volatile(
-      "mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_address(full + to->slot)),
-      "r"(bytes + STAGE_TILES * 4 * 16 * TOKENS)
-      : "memory");
-  copy_bulk(shared + to->slot * stage_size(TOKENS), s.w + (size_t)to->at * BLOCK_TILES * 64, bytes,
-            full + to->slot);
-}
-
-// A stage of one k tile gets that one's activations twice: wgmma takes both, with weights of 0.
-template <int TOKENS>
-__device__ static inline void fill_tokens(uint4* shared, const KWalk* to, TileSource s,
-                                          uint64_t* full) {
-  constexpr int GROUP = token_group(TOKENS), TILE = GROUP * 4;
-  if (threadIdx.x > 0 || walk_tiles(to) == 0) return;
-  bool whole = walk_tiles(to) == STAGE_TILES;
-#pragma unroll
-  for (int i = 0; i < TOKENS / GROUP; i++) {
-    const uint4* from = s.x + min(i, s.groups - 1) * s.group + to->at * TILE;
-    uint4* stage = shared + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + i * TILE * STAGE_TILES;
-    copy_bulk(stage, from, (whole ? 2 : 1) * TILE * 16, full + to->slot);
-    if (!whole) copy_bulk(stage + TILE, from, TILE * 16, full + to->slot);
+  if (threadIdx.x != BLOCK_TILES * WARP) return threadIdx.x > BLOCK_TILES * WARP;
+  KWalk early = r->load;
+  for (int i = 0; i < STAGES; i++) {
+    fill_weights<TOKENS>(r, &early);
+    walk_next<STAGES, SLICED>(&early, r->m);
   }
-}
-
-// Before a slot is filled again.
-__device__ static inline void wait_empty(const KWalk* to, uint64_t* empty) {
-  if (threadIdx.x == 0 && walk_tiles(to)) barrier_wait(empty + to->slot, to->parity ^ 1);
+  wait_for_previous();
+  for (int i = 0; walk_tiles(&r->load) > 0; i++) {
+    if (i >= STAGES) {
+      barrier_wait(r->empty + r->load.slot, r->load.parity ^ 1);
+      fill_weights<TOKENS>(r, &r->load);
+    }
+    fill_tokens<TOKENS>(r, &r->load);
+    walk_next<STAGES, SLICED>(&r->load, r->m);
+  }
+  return true;
 }
 
 template <int STAGES>
-__device__ static inline void wait_full(const KWalk* use, uint64_t* full) {
-  barrier_wait(full + use->slot, use->parity);
+__device__ static inline void ring_wait(const Ring* r, const KWalk* use) {
+  barrier_wait(r->full + use->slot, use->parity);
 }
 
-__device__ static inline void release(const KWalk* use, uint64_t* empty) {
+template <int TOKENS, int STAGES, bool SLICED>
+__device__ static inline void ring_release(Ring* r, const KWalk* use) {
   __syncwarp();
   if (threadIdx.x % WARP == 0)
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(empty + use->slot))
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(r->empty + use->slot))
                  : "memory");
 }
-#else  // copies by all threads; the barrier of wait_full says that the stage before has been used
-template <int STAGES>
-__device__ static inline void ring_open(uint64_t*, uint64_t*) {
-}
-
-template <int TOKENS>
-__device__ static inline void fill_weights(uint4* shared, const KWalk* to, TileSource s,
-                                           uint64_t*) {
-  const uint4* from = s.w + (size_t)to->at * BLOCK_TILES * 64 + threadIdx.x;
-  uint4* stage = shared + to->slot * stage_size(TOKENS) + threadIdx.x;
+#else  // all threads copy, 16 bytes each; STAGES - 1 stages are under way
+template <int TOKENS, int STAGES, bool SLICED>
+__device__ static inline void fill_stage(Ring* r) {
+  constexpr int GROUP = token_group(TOKENS), PART = GROUP * 4 * STAGE_TILES;
+  int tiles = walk_tiles(&r->load), at = r->load.at;
+  uint4* stage = r->stages + r->load.slot * stage_size(TOKENS);
+  const uint4* w = r->w + (size_t)at * BLOCK_TILES * 64 + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < STAGE_WEIGHTS; i += BLOCK_TILES * WARP)
-    copy_async(stage + i, from + i, i / (STAGE_WEIGHTS / STAGE_TILES) < walk_tiles(to));
-}
-
-template <int TOKENS>
-__device__ static inline void fill_tokens(uint4* shared, const KWalk* to, TileSource s, uint64_t*) {
-  constexpr int GROUP = token_group(TOKENS), PART = GROUP * 4 * STAGE_TILES;
-  uint4* stage = shared + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS;
+    copy_async(stage + i + threadIdx.x, w + i, i / (STAGE_WEIGHTS / STAGE_TILES) < tiles);
 #pragma unroll
   for (int i = threadIdx.x; i < STAGE_TILES * 4 * TOKENS; i += BLOCK_TILES * WARP)
-    copy_async(stage + i,
-               s.x + min(i / PART, s.groups - 1) * s.group + to->at * GROUP * 4 + i % PART,
-               i % PART / (GROUP * 4) < walk_tiles(to));
+    copy_async(stage + STAGE_WEIGHTS + i,
+               r->x + min(i / PART, r->groups - 1) * r->group + at * GROUP * 4 + i % PART,
+               i % PART / (GROUP * 4) < tiles);
   copy_commit();
+  walk_next<STAGES, SLICED>(&r->load, r->m);
 }
 
-__device__ static inline void wait_empty(const KWalk*, uint64_t*) {
+template <int TOKENS, int STAGES, bool SLICED>
+__device__ static inline bool ring_fill(Ring* r) {
+  for (int i = 0; i < STAGES - 1; i++) fill_stage<TOKENS, STAGES, SLICED>(r);
+  return false;
 }
 
 template <int STAGES>
-__device__ static inline void wait_full(const KWalk*, uint64_t*) {
+__device__ static inline void ring_wait(const Ring*, const KWalk*) {
   copy_wait<STAGES - 2>();
-  __syncthreads();
+  __syncthreads();  // so the stage before this one has been used by all
 }
 
-__device__ static inline void release(const KWalk*, uint64_t*) {
+template <int TOKENS, int STAGES, bool SLICED>
+__device__ static inline void ring_release(Ring* r, const KWalk*) {
+  fill_stage<TOKENS, STAGES, SLICED>(r);
 }
 #endif
 
@@ -694,11 +698,8 @@ __device__ static inline void wgmma_start() {
 }
 
 __device__ static inline void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
-
-__device__ static inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 #else
 enum { HAVE_WGMMA = 0 };
@@ -707,8 +708,6 @@ __device__ static inline void wgmma(float[8][4], uint4, const uint4*) {
 __device__ static inline void wgmma_start() {
 }
 __device__ static inline void wgmma_wait() {
-}
-__device__ static inline void wgmma_commit() {
 }
 #endif
 
@@ -721,95 +720,108 @@ __device__ static inline uint4 load_matrices(const uint4* row) {
   return r;
 }
 
-// d += one stage of a warp's 16 rows . all tokens; with wgmma the products may still be under way.
+// d += one k tile of a warp's 16 rows . all tokens.
 template <int TOKENS>
-__device__ static inline void multiply_stage(float d[][4], const uint4* stage, int tiles) {
-  constexpr int GROUP = token_group(TOKENS);
-  int lane = threadIdx.x % WARP;
-  const uint4 *weights = stage + threadIdx.x / WARP * 64 + lane, *tokens = stage + STAGE_WEIGHTS;
-  uint4 a[STAGE_TILES][2];
-#pragma unroll
-  for (int i = 0; i < STAGE_TILES * 2; i++)
-    a[i / 2][i % 2] =
-        i / 2 < tiles ? weights[i / 2 * BLOCK_TILES * 64 + i % 2 * 32] : make_uint4(0, 0, 0, 0);
-  if (HAVE_WGMMA && GROUP == 64) {
+__device__ static inline void multiply_tile(float d[][4], uint4 a0, uint4 a1, const uint4* tokens) {
+  constexpr int GROUP = token_group(TOKENS), STEP = STAGE_TILES * 4 * GROUP;
+  if constexpr (HAVE_WGMMA && GROUP == 64) {
     wgmma_start();
 #pragma unroll
-    for (int i = 0; i < STAGE_TILES * 2; i++)
+    for (int i = 0; i < TOKENS / GROUP; i++) wgmma(d + i * 8, a0, tokens + i * STEP);
 #pragma unroll
-      for (int j = 0; j < TOKENS / GROUP; j++)
-        wgmma(d + j * 8, a[i / 2][i % 2], tokens + (j * STAGE_TILES * 4 + i * 2) * GROUP);
-    wgmma_commit();
-    return;
-  }
-#pragma unroll
-  for (int kt = 0; kt < STAGE_TILES; kt++) {
-    if (kt >= tiles) break;
+    for (int i = 0; i < TOKENS / GROUP; i++) wgmma(d + i * 8, a1, tokens + i * STEP + 2 * GROUP);
+    wgmma_wait();
+  } else {
+    tokens += threadIdx.x % WARP / 8 * GROUP + threadIdx.x % 8;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i += 2) {  // two at a time: an accumulator's next mma can wait
-      const uint4* from = tokens + i * 8 / GROUP * STAGE_TILES * 4 * GROUP +
-                          (kt * 4 + lane / 8) * GROUP + i * 8 % GROUP + lane % 8;
+      const uint4* from = tokens + i * 8 / GROUP * STEP + i * 8 % GROUP;
       uint4 b0 = load_matrices(from), b1 = load_matrices(from + 8);
-      mma(d[i], a[kt][0], b0.x, b0.y);
-      mma(d[i + 1], a[kt][0], b1.x, b1.y);
-      mma(d[i], a[kt][1], b0.z, b0.w);
-      mma(d[i + 1], a[kt][1], b1.z, b1.w);
+      mma(d[i], a0, b0.x, b0.y);
+      mma(d[i + 1], a0, b1.x, b1.y);
+      mma(d[i], a1, b0.z, b0.w);
+      mma(d[i + 1], a1, b1.z, b1.w);
     }
   }
 }
 
+// Writes one lane's share of a warp's 16 rows x TOKENS; n_tokens: how many of these exist. See
+// store_tile. out: of the first token. SwiGLU's go where the next tile kernel looks for them, two
+// lanes joining their neighbouring k's in 4 bytes.
+template <Output MODE, int TOKENS>
+__device__ static inline void store_tiles(void* out, const float d[][4], int row0, int n,
+                                          int n_tokens) {
+  constexpr int GROUP = token_group(TOKENS);
+  int lane = threadIdx.x % WARP, row = row0 + lane / 4, token = lane % 4 * 2, odd = row % 2;
+  if (MODE == OUT_SWIGLU) {
+    int k = row0 / 2 + row % 8 - odd;
+    half* hidden = (half*)out + activation_index(token + odd, k, n / 2, GROUP);
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; i++) {
+      half h0 = __float2half(silu_mul(d[i][0], d[i][2])),
+           h1 = __float2half(silu_mul(d[i][1], d[i][3])),
+           other = __shfl_xor_sync(~0u, odd ? h0 : h1, 4);
+      half2* to = (half2*)(hidden + (size_t)(i * 8 / GROUP) * GROUP * (n / 2) + i * 8 % GROUP * 8);
+      if (token + odd + i * 8 < n_tokens && row0 < n)
+        *to = odd ? __halves2half2(other, h1) : __halves2half2(h0, other);
+    }
+  } else {
+    float* y = (float*)out + (size_t)token * n + row;
+#pragma unroll
+    for (int i = 0; i < TOKENS / 8; i++, y += (size_t)8 * n)
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        if (token + i * 8 + j % 2 < n_tokens && row + j / 2 * 8 < n)
+          y[(size_t)(j % 2) * n + j / 2 * 8] = d[i][j];
+  }
+}
+
 template <Output MODE, bool SLICED, int TOKENS, int STAGES>
-__global__ void __launch_bounds__(BLOCK_TILES* WARP, TOKENS*(SLICED ? 2 : 1) > 128 ? 1 : 2)
+__global__ void __launch_bounds__((BLOCK_TILES + 1) * WARP, TOKENS*(SLICED ? 2 : 1) > 128 ? 1 : 2)
     matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
   constexpr int NT = TOKENS / 8, GROUP = token_group(TOKENS);
   extern __shared__ uint4 shared[];
   __shared__ uint64_t full[STAGES], empty[STAGES];
   int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * BLOCK_TILES, group = m.k / 8 * GROUP;
-  TileSource source = {(const uint4*)m.w + (size_t)row_tile0 * (m.k / TILE_K) * 64,
-                       (const uint4*)x + (size_t)(token0 / GROUP) * group,
-                       (n_tokens - token0 + GROUP - 1) / GROUP, group};
-  int slice0 = gridDim.z > 1 ? blockIdx.z : 0,
-      last_slice = gridDim.z > 1 ? blockIdx.z : m.slices - 1;
-  KWalk use = {slice0, last_slice, slice_start(m, slice0), slice_start(m, slice0 + 1), 0, 0},
-        load = use, early = use;
-  ring_open<STAGES>(full, empty);
-#pragma unroll 1
-  for (int s = 0; s < STAGES - 1; s++) {
-    fill_weights<TOKENS>(shared, &early, source, full);
-    walk_next<STAGES>(&early, m);
-  }
+  int slice = gridDim.z > 1 ? blockIdx.z : 0, warp = threadIdx.x / WARP;
+  KWalk use = {slice_start(m, slice), slice_start(m, slice + 1), slice, 0, 0};
+  Ring ring = {m,
+               (const uint4*)m.w + (size_t)row_tile0 * (m.k / TILE_K) * 64,
+               (const uint4*)x + (size_t)(token0 / GROUP) * group,
+               (n_tokens - token0 + GROUP - 1) / GROUP,
+               group,
+               use,
+               shared,
+               full,
+               empty};
+  if (ring_fill<TOKENS, STAGES, SLICED>(&ring)) return;
   wait_for_previous();
-#pragma unroll 1
-  for (int s = 0; s < STAGES - 1; s++) {
-    fill_tokens<TOKENS>(shared, &load, source, full);
-    walk_next<STAGES>(&load, m);
-  }
   float d[NT][4] = {}, total[SLICED ? NT : 1][4] = {};
 #pragma unroll 1
-  while (use.slice <= use.last_slice) {
-    wait_full<STAGES>(&use, full);
-    multiply_stage<TOKENS>(d, shared + use.slot * stage_size(TOKENS), walk_tiles(&use));
-    wait_empty(&load, empty);
-    fill_weights<TOKENS>(shared, &load, source, full);
-    fill_tokens<TOKENS>(shared, &load, source, full);
-    walk_next<STAGES>(&load, m);
-    if (HAVE_WGMMA && GROUP == 64) wgmma_wait();
-    release(&use, empty);
-    int slice = use.slice;
-    walk_next<STAGES>(&use, m);
-    if (use.slice == slice) continue;
+  while (walk_tiles(&use) > 0) {
+    ring_wait<STAGES>(&ring, &use);
+    const uint4* stage = shared + use.slot * stage_size(TOKENS);
 #pragma unroll
-    for (int i = 0; i < (SLICED ? NT * 4 : 0); i++) {  // a slice is complete
+    for (int i = 0; i < STAGE_TILES; i++) {
+      if (i >= walk_tiles(&use)) break;
+      const uint4* a = stage + (i * BLOCK_TILES + warp) * 64 + threadIdx.x % WARP;
+      multiply_tile<TOKENS>(d, a[0], a[32], stage + STAGE_WEIGHTS + i * 4 * GROUP);
+    }
+    ring_release<TOKENS, STAGES, SLICED>(&ring, &use);
+    bool complete = use.at + STAGE_TILES >= use.end;
+    walk_next<STAGES, SLICED>(&use, m);
+#pragma unroll
+    for (int i = 0; i < (SLICED && complete ? NT * 4 : 0); i++) {
       total[SLICED ? i / 4 : 0][i % 4] += d[i / 4][i % 4];
       d[i / 4][i % 4] = 0;
     }
   }
-  float* y = (float*)out + (gridDim.z > 1 ? (size_t)blockIdx.z * n_tokens * m.n : 0);
-#pragma unroll
-  for (int i = 0; i < NT; i++)
-    store_tile<MODE, true>(y, SLICED ? total[SLICED ? i : 0] : d[i],
-                           (row_tile0 + (int)threadIdx.x / WARP) * TILE_ROWS, token0 + i * 8, m.n,
-                           n_tokens);
+  size_t first = MODE == OUT_SWIGLU
+                     ? (size_t)token0 * (m.n / 2)
+                     : ((gridDim.z > 1 ? (size_t)slice * n_tokens : 0) + token0) * m.n;
+  out = (char*)out + first * (MODE == OUT_SWIGLU ? sizeof(half) : sizeof(float));
+  store_tiles<MODE, TOKENS>(out, SLICED ? total : d, (row_tile0 + warp) * TILE_ROWS, m.n,
+                            n_tokens - token0);
 }
 
 // ---- Attention over the paged cache.
@@ -1274,24 +1286,6 @@ static int matrix_slices(int n, int k) {
   return slices;
 }
 
-template <Output MODE, bool SLICED, int TOKENS, int STAGES>
-static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
-                        int z) {
-  auto kernel = matmul_tile_kernel<MODE, SLICED, TOKENS, STAGES>;
-  size_t shared = (size_t)STAGES * stage_size(TOKENS) * 16;
-  static bool configured;  // more than 48 KB of shared memory must be asked for, once
-  if (!configured)
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
-  configured = true;
-  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
-  launch(g, kernel, grid, BLOCK_TILES * WARP, shared, out, x, *m, n_tokens);
-}
-
-// Tile shapes by number of tokens, pipeline depth by the shared memory a block may have: 227 KB on
-// Hopper, 163 on A100, 99 on other Ampere and Ada cards, 64 on Turing, where one shape must do for
-// all. Two blocks share an SM where that is possible: the next kernel's weights arrive while this
-// one still works.
 #ifndef S16
 #define S16 6
 #endif
@@ -1310,28 +1304,51 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
 #ifndef S128S
 #define S128S 6
 #endif
+template <Output MODE, bool SLICED, int TOKENS, int STAGES>
+static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                        int z) {
+  auto kernel = matmul_tile_kernel<MODE, SLICED, TOKENS, STAGES>;
+  size_t shared = (size_t)STAGES * stage_size(TOKENS) * 16;
+  static bool configured;  // more than 48 KB of shared memory must be asked for, once
+  if (!configured)
+    CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+  configured = true;
+  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
+  int warps = BLOCK_TILES + (g->device->dependent_launch ? 1 : 0);  // see ring_fill
+  launch(g, kernel, grid, warps * WARP, shared, out, x, *m, n_tokens);
+}
+
+// Pipeline depth by the shared memory a block may have: 227 KB on Hopper, 163 on A100, 99 on other
+// Ampere and Ada cards, 64 on Turing.
+template <Output MODE, bool SLICED, int TOKENS, int HOPPER, int AMPERE, int TURING>
+static void launch_depth(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                         int z) {
+  int kb = g->device->shared_bytes / 1024;
+  (kb >= 200  ? launch_tile<MODE, SLICED, TOKENS, HOPPER>
+   : kb >= 99 ? launch_tile<MODE, SLICED, TOKENS, AMPERE>
+              : launch_tile<MODE, SLICED, TOKENS, TURING>)(g, out, x, m, n_tokens, z);
+}
+
+// Tile shapes by number of tokens. On Hopper two blocks share an SM up to 128 tokens: the next
+// kernel's weights arrive while this one still works.
 template <Output MODE>
 static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                          int z) {
+  constexpr bool SLICED = MODE == OUT_FLOAT;  // SwiGLU's matrix has one slice
   int kb = g->device->shared_bytes / 1024;
-  if (MODE == OUT_FLOAT && m->slices > z && kb < 99)
-    return launch_tile<MODE, true, 32, 3>(g, out, x, m, n_tokens, z);
-  if (MODE == OUT_FLOAT && m->slices > z && n_tokens <= 64)
-    return launch_tile<MODE, true, 64, 4>(g, out, x, m, n_tokens, z);
-  if (MODE == OUT_FLOAT && m->slices > z && kb < 200)
-    return launch_tile<MODE, true, 128, 3>(g, out, x, m, n_tokens, z);
-  if (MODE == OUT_FLOAT && m->slices > z)
-    return launch_tile<MODE, true, 128, S128S>(g, out, x, m, n_tokens, z);
-  if (kb < 99) return launch_tile<MODE, false, 32, 3>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 16 && kb >= 200)
-    return launch_tile<MODE, false, 16, S16>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 32 && kb >= 200)
-    return launch_tile<MODE, false, 32, S32>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 32) return launch_tile<MODE, false, 32, 4>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 64) return launch_tile<MODE, false, 64, S64>(g, out, x, m, n_tokens, z);
-  if (n_tokens <= 128 || kb < 200)
-    return launch_tile<MODE, false, 128, S128>(g, out, x, m, n_tokens, z);
-  return launch_tile<MODE, false, 256, S256>(g, out, x, m, n_tokens, z);
+  auto run = launch_depth<MODE, false, 256, S256, 3, 2>;
+  if (n_tokens <= 128 || kb < 200) run = launch_depth<MODE, false, 128, S128, 3, 2>;
+  if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, false, 64, S64, 4, 2>;
+  if (n_tokens <= 32) run = launch_depth<MODE, false, 32, S32, 4, 3>;
+  if (n_tokens <= 16) run = launch_depth<MODE, false, 16, S16, 4, 3>;
+  if (m->slices > z) {
+    run = launch_depth<MODE, SLICED, 128, S128S, 3, 2>;
+    if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, SLICED, 64, 4, 4, 2>;
+    if (n_tokens <= 32) run = launch_depth<MODE, SLICED, 32, 4, 4, 3>;
+    if (n_tokens <= 16) run = launch_depth<MODE, SLICED, 16, 4, 4, 3>;
+  }
+  run(g, out, x, m, n_tokens, z);
 }
 
 // Blocks of the third grid dimension: one per slice when a block per 128 rows and 128 tokens would
