@@ -632,13 +632,13 @@ __device__ static inline void ring_wait(const Ring* r, const KWalk* use) {
 }
 
 template <int TOKENS, int STAGES, bool SLICED>
-__device__ static inline void ring_release(Ring* r, const KWalk* use) {
+__device__ static inline void ring_release(Ring* r, int slot) {
   __syncwarp();
   if (threadIdx.x % WARP == 0)
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(r->empty + use->slot))
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(r->empty + slot))
                  : "memory");
 }
-#else  // all threads copy, 16 bytes each; STAGES - 1 stages are under way
+#else  // all threads copy, 16 bytes each
 template <int TOKENS, int STAGES, bool SLICED>
 __device__ static inline void fill_stage(Ring* r) {
   constexpr int GROUP = token_group(TOKENS), PART = GROUP * 4 * STAGE_TILES;
@@ -659,7 +659,7 @@ __device__ static inline void fill_stage(Ring* r) {
 
 template <int TOKENS, int STAGES, bool SLICED>
 __device__ static inline bool ring_fill(Ring* r) {
-  for (int i = 0; i < STAGES - 1; i++) fill_stage<TOKENS, STAGES, SLICED>(r);
+  for (int i = 0; i < STAGES; i++) fill_stage<TOKENS, STAGES, SLICED>(r);
   return false;
 }
 
@@ -670,7 +670,7 @@ __device__ static inline void ring_wait(const Ring*, const KWalk*) {
 }
 
 template <int TOKENS, int STAGES, bool SLICED>
-__device__ static inline void ring_release(Ring* r, const KWalk*) {
+__device__ static inline void ring_release(Ring* r, int) {
   fill_stage<TOKENS, STAGES, SLICED>(r);
 }
 #endif
@@ -697,9 +697,13 @@ __device__ static inline void wgmma_start() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-__device__ static inline void wgmma_wait() {
+__device__ static inline void wgmma_end() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+template <int PENDING>  // until at most this many groups are under way
+__device__ static inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 #else
 enum { HAVE_WGMMA = 0 };
@@ -707,6 +711,9 @@ __device__ static inline void wgmma(float[8][4], uint4, const uint4*) {
 }
 __device__ static inline void wgmma_start() {
 }
+__device__ static inline void wgmma_end() {
+}
+template <int PENDING>
 __device__ static inline void wgmma_wait() {
 }
 #endif
@@ -720,27 +727,27 @@ __device__ static inline uint4 load_matrices(const uint4* row) {
   return r;
 }
 
-// d += one k tile of a warp's 16 rows . all tokens.
+// d += one k tile of a warp's 16 rows . all tokens; with wgmma under way until wgmma_wait.
 template <int TOKENS>
-__device__ static inline void multiply_tile(float d[][4], uint4 a0, uint4 a1, const uint4* tokens) {
+__device__ static inline void multiply_tile(float d[][4], const uint4 a[2], const uint4* tokens) {
   constexpr int GROUP = token_group(TOKENS), STEP = STAGE_TILES * 4 * GROUP;
   if constexpr (HAVE_WGMMA && GROUP == 64) {
     wgmma_start();
 #pragma unroll
-    for (int i = 0; i < TOKENS / GROUP; i++) wgmma(d + i * 8, a0, tokens + i * STEP);
+    for (int i = 0; i < TOKENS / GROUP; i++) wgmma(d + i * 8, a[0], tokens + i * STEP);
 #pragma unroll
-    for (int i = 0; i < TOKENS / GROUP; i++) wgmma(d + i * 8, a1, tokens + i * STEP + 2 * GROUP);
-    wgmma_wait();
+    for (int i = 0; i < TOKENS / GROUP; i++) wgmma(d + i * 8, a[1], tokens + i * STEP + 2 * GROUP);
+    wgmma_end();
   } else {
     tokens += threadIdx.x % WARP / 8 * GROUP + threadIdx.x % 8;
 #pragma unroll
     for (int i = 0; i < TOKENS / 8; i += 2) {  // two at a time: an accumulator's next mma can wait
       const uint4* from = tokens + i * 8 / GROUP * STEP + i * 8 % GROUP;
       uint4 b0 = load_matrices(from), b1 = load_matrices(from + 8);
-      mma(d[i], a0, b0.x, b0.y);
-      mma(d[i + 1], a0, b1.x, b1.y);
-      mma(d[i], a1, b0.z, b0.w);
-      mma(d[i + 1], a1, b1.z, b1.w);
+      mma(d[i], a[0], b0.x, b0.y);
+      mma(d[i + 1], a[0], b1.x, b1.y);
+      mma(d[i], a[1], b0.z, b0.w);
+      mma(d[i + 1], a[1], b1.z, b1.w);
     }
   }
 }
@@ -777,7 +784,7 @@ __device__ static inline void store_tiles(void* out, const float d[][4], int row
 }
 
 template <Output MODE, bool SLICED, int TOKENS, int STAGES>
-__global__ void __launch_bounds__((BLOCK_TILES + 1) * WARP, TOKENS*(SLICED ? 2 : 1) > 128 ? 1 : 2)
+__global__ void __launch_bounds__((BLOCK_TILES + 1) * WARP, TOKENS*(SLICED ? 2 : 1) > BOUND ? 1 : 2)
     matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
   constexpr int NT = TOKENS / 8, GROUP = token_group(TOKENS);
   extern __shared__ uint4 shared[];
@@ -797,25 +804,37 @@ __global__ void __launch_bounds__((BLOCK_TILES + 1) * WARP, TOKENS*(SLICED ? 2 :
   if (ring_fill<TOKENS, STAGES, SLICED>(&ring)) return;
   wait_for_previous();
   float d[NT][4] = {}, total[SLICED ? NT : 1][4] = {};
+  const int lane_at = warp * 64 + threadIdx.x % WARP, SECOND = BLOCK_TILES * 64;
+  int used = -1;  // the slot whose products may be the last under way
+  ring_wait<STAGES>(&ring, &use);
+  const uint4* stage = shared + use.slot * stage_size(TOKENS);
+  uint4 a[2] = {stage[lane_at], stage[lane_at + WARP]}, b[2];
 #pragma unroll 1
-  while (walk_tiles(&use) > 0) {
-    ring_wait<STAGES>(&ring, &use);
-    const uint4* stage = shared + use.slot * stage_size(TOKENS);
-#pragma unroll
-    for (int i = 0; i < STAGE_TILES; i++) {
-      if (i >= walk_tiles(&use)) break;
-      const uint4* a = stage + (i * BLOCK_TILES + warp) * 64 + threadIdx.x % WARP;
-      multiply_tile<TOKENS>(d, a[0], a[32], stage + STAGE_WEIGHTS + i * 4 * GROUP);
-    }
-    ring_release<TOKENS, STAGES, SLICED>(&ring, &use);
-    bool complete = use.at + STAGE_TILES >= use.end;
+  while (true) {  // one k tile is multiplied while the next one's weights come to registers
+    bool both = walk_tiles(&use) == STAGE_TILES, complete = use.at + STAGE_TILES >= use.end;
+    multiply_tile<TOKENS>(d, a, stage + STAGE_WEIGHTS);
+    wgmma_wait<1>();
+    if (used >= 0) ring_release<TOKENS, STAGES, SLICED>(&ring, used);
+    for (int i = 0; i < 2; i++)
+      b[i] = both ? stage[lane_at + SECOND + i * WARP] : make_uint4(0, 0, 0, 0);
+    multiply_tile<TOKENS>(d, b, stage + STAGE_WEIGHTS + (both ? 4 * GROUP : 0));
+    wgmma_wait<1>();
+    used = use.slot;
     walk_next<STAGES, SLICED>(&use, m);
+    if (SLICED && complete) {
+      wgmma_wait<0>();
 #pragma unroll
-    for (int i = 0; i < (SLICED && complete ? NT * 4 : 0); i++) {
-      total[SLICED ? i / 4 : 0][i % 4] += d[i / 4][i % 4];
-      d[i / 4][i % 4] = 0;
+      for (int i = 0; i < (SLICED ? NT * 4 : 0); i++) {
+        total[SLICED ? i / 4 : 0][i % 4] += d[i / 4][i % 4];
+        d[i / 4][i % 4] = 0;
+      }
     }
+    if (walk_tiles(&use) <= 0) break;
+    ring_wait<STAGES>(&ring, &use);
+    stage = shared + use.slot * stage_size(TOKENS);
+    for (int i = 0; i < 2; i++) a[i] = stage[lane_at + i * WARP];
   }
+  wgmma_wait<0>();
   size_t first = MODE == OUT_SWIGLU
                      ? (size_t)token0 * (m.n / 2)
                      : ((gridDim.z > 1 ? (size_t)slice * n_tokens : 0) + token0) * m.n;
