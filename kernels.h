@@ -538,6 +538,71 @@ __device__ static inline int walk_tiles(const KWalk* w) {
   return min((int)STAGE_TILES, w->end - w->at);
 }
 
+__device__ static inline uint32_t shared_address(const void* p) {
+  return (uint32_t)__cvta_generic_to_shared(p);
+}
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // code for sm_90a
+enum { HAVE_WGMMA = 1 };
+
+// d[16 rows of each of 4 warps, 64 tokens] += a . b; b: 2 pieces of [64 tokens][8 k's]. Runs on by
+// itself until wgmma_wait.
+__device__ static inline void wgmma(float d[8][4], uint4 a, const uint4* b) {
+  // The address, the steps to the next 8 k's and to the next 8 tokens, all in 16 bytes.
+  uint64_t where = (shared_address(b) & 0x3ffff) >> 4 | (uint64_t)64 << 16 | (uint64_t)8 << 32;
+#define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
+      "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
+      "%28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(where));
+#undef D4
+}
+
+__device__ static inline void wgmma_start() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ static inline void wgmma_end() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+template <int PENDING>  // until at most this many groups are under way
+__device__ static inline void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+__device__ static inline void more_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+}
+
+__device__ static inline void fewer_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+}
+#else
+enum { HAVE_WGMMA = 0 };
+__device__ static inline void more_registers() {
+}
+__device__ static inline void fewer_registers() {
+}
+__device__ static inline void wgmma(float[8][4], uint4, const uint4*) {
+}
+__device__ static inline void wgmma_start() {
+}
+__device__ static inline void wgmma_end() {
+}
+template <int PENDING>
+__device__ static inline void wgmma_wait() {
+}
+#endif
+
+// Warps beyond the 8 that multiply, see ring_fill. For 256 tokens a whole warpgroup, because only
+// warpgroups can give each other registers.
+__host__ __device__ constexpr int fill_warps(int tokens) {
+  return tokens == 256 ? 4 : 1;
+}
+
 // What a block streams through shared memory: its rows' weights and its tokens' activations.
 typedef struct {
   Matrix m;
@@ -549,10 +614,6 @@ typedef struct {
 } Ring;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-__device__ static inline uint32_t shared_address(const void* p) {
-  return (uint32_t)__cvta_generic_to_shared(p);
-}
-
 __device__ static inline void barrier_open(uint64_t* barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -608,7 +669,12 @@ __device__ static bool ring_fill(Ring* r) {
     barrier_open(r->empty + threadIdx.x, BLOCK_TILES);
   }
   __syncthreads();
-  if (threadIdx.x != BLOCK_TILES * WARP) return threadIdx.x > BLOCK_TILES * WARP;
+  if (threadIdx.x < BLOCK_TILES * WARP) {
+    if (fill_warps(TOKENS) == 4) more_registers();
+    return false;
+  }
+  if (fill_warps(TOKENS) == 4) fewer_registers();
+  if (threadIdx.x > BLOCK_TILES * WARP) return true;
   KWalk early = r->load;
   for (int i = 0; i < STAGES; i++) {
     fill_weights<TOKENS>(r, &early);
@@ -672,49 +738,6 @@ __device__ static inline void ring_wait(const Ring*, const KWalk*) {
 template <int TOKENS, int STAGES, bool SLICED>
 __device__ static inline void ring_release(Ring* r, int) {
   fill_stage<TOKENS, STAGES, SLICED>(r);
-}
-#endif
-
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // code for sm_90a
-enum { HAVE_WGMMA = 1 };
-
-// d[16 rows of each of 4 warps, 64 tokens] += a . b; b: 2 pieces of [64 tokens][8 k's]. Runs on by
-// itself until wgmma_wait.
-__device__ static inline void wgmma(float d[8][4], uint4 a, const uint4* b) {
-  // The address, the steps to the next 8 k's and to the next 8 tokens, all in 16 bytes.
-  uint64_t where = (shared_address(b) & 0x3ffff) >> 4 | (uint64_t)64 << 16 | (uint64_t)8 << 32;
-#define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
-      "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
-      "%28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(where));
-#undef D4
-}
-
-__device__ static inline void wgmma_start() {
-  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-}
-
-__device__ static inline void wgmma_end() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-}
-
-template <int PENDING>  // until at most this many groups are under way
-__device__ static inline void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-#else
-enum { HAVE_WGMMA = 0 };
-__device__ static inline void wgmma(float[8][4], uint4, const uint4*) {
-}
-__device__ static inline void wgmma_start() {
-}
-__device__ static inline void wgmma_end() {
-}
-template <int PENDING>
-__device__ static inline void wgmma_wait() {
 }
 #endif
 
@@ -784,7 +807,8 @@ __device__ static inline void store_tiles(void* out, const float d[][4], int row
 }
 
 template <Output MODE, bool SLICED, int TOKENS, int STAGES>
-__global__ void __launch_bounds__((BLOCK_TILES + 1) * WARP, TOKENS*(SLICED ? 2 : 1) > BOUND ? 1 : 2)
+__global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
+                                  TOKENS*(SLICED ? 2 : 1) > BOUND ? 1 : 2)
     matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
   constexpr int NT = TOKENS / 8, GROUP = token_group(TOKENS);
   extern __shared__ uint4 shared[];
@@ -1334,7 +1358,8 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
   configured = true;
   dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
-  int warps = BLOCK_TILES + (g->device->dependent_launch ? 1 : 0);  // see ring_fill
+  int warps =
+      BLOCK_TILES + (g->device->dependent_launch ? fill_warps(TOKENS) : 0);  // see ring_fill
   launch(g, kernel, grid, warps * WARP, shared, out, x, *m, n_tokens);
 }
 
