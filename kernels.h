@@ -138,6 +138,16 @@ __device__ static inline void wait_for_previous() {
 }
 #endif
 
+// Asks for some KB to be in the L2 cache soon.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+__device__ static inline void prefetch(const void* p, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
+}
+#else
+__device__ static inline void prefetch(const void*, int) {
+}
+#endif
+
 typedef struct {               // the step's token list on the device
   int *id, *pos, *slot, *row;  // as in Batch
   int4* run;   // [runs] attention: first token, number of tokens, slot, first position
@@ -985,36 +995,75 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
   }
 }
 
+// What is in the cache already can come to L2 while the kernels before still run.
+template <int K>
+__device__ static inline void prefetch_pages(const DeviceKV* kv, const int* table, int slot, int g,
+                                             int key0, int last_key) {
+  int lane = threadIdx.x % WARP, key = key0 + lane / 2 * KV_BLOCK;
+  if (lane >= 2 * PAGES || key > last_key) return;
+  size_t block = kv_block(kv, table, slot, key, g);
+  if (lane % 2) {
+    prefetch(kv->v + block * K, KV_BLOCK * K * sizeof(half));
+  } else {
+    prefetch(kv->k + block * key_width(K), KV_BLOCK * key_width(K) * sizeof(half));
+  }
+}
+
+// A decode step's only token of a slot: its q for this block's heads, to shared memory (where to->q
+// points), and if this block reads them, its k and v.
+template <int K>
+__device__ static inline void rotate_and_store(const QkvTarget* to, Unsummed qkv, int token,
+                                               int head0, int heads, int g, bool newest) {
+  int all_heads = to->kv.heads + 2 * to->kv.kv_heads;
+  if (K % 32)  // the padding
+    for (int i = threadIdx.x; i < heads * key_width(K); i += ATTENTION_WARPS * WARP)
+      to->q[((size_t)token * to->kv.heads + head0) * key_width(K) + i] = __float2half(0);
+  if (K % 32) __syncthreads();
+  for (int i = threadIdx.x; i < (heads + (newest ? 2 : 0)) * (K / 2); i += ATTENTION_WARPS * WARP) {
+    int h = i / (K / 2), pair = i % (K / 2);
+    int head = h < heads ? head0 + h : to->kv.heads + g + (h - heads) * to->kv.kv_heads;
+    size_t at = ((size_t)token * all_heads + head) * K + pair / 8 * 16 + pair % 8;
+    store_qkv(to, token, head, pair, sum_slices<float>(qkv, at), sum_slices<float>(qkv, at + 8));
+  }
+  __syncthreads();
+}
+
 // out[T, H, K] = softmax(q . k / sqrt(K)) . v over each token's own positions. A block takes one
 // run of tokens of a slot, the heads that share a kv head (16 rows: heads x tokens), and either one
 // split of 256 keys (gridDim.z > 1: the last block to finish merges all splits in order) or every
 // split in turn. Must read the cache of a slot once per run of its tokens. Twin: attend.
 template <int K>
 __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
-    attention_kernel(half* out, const half* q, DeviceKV kv, DeviceBatch b, float* partial,
-                     int* arrived, int out_group) {
+    attention_kernel(half* out, QkvTarget to, Unsummed qkv, float* partial, int* arrived,
+                     int out_group) {
   constexpr int KD = (K + 31) / 32 * 32, OWN = K / 8;
   __shared__ float chunk_out[ATTENTION_WARPS][TILE_ROWS][K], chunk_max[ATTENTION_WARPS][TILE_ROWS],
       chunk_sum[ATTENTION_WARPS][TILE_ROWS];
+  __shared__ half q_shared[TILE_ROWS * KD];
   __shared__ bool last;
-  wait_for_previous();
-  int4 run = b.run[blockIdx.x];
+  const DeviceKV kv = to.kv;
+  int4 run = to.batch.run[blockIdx.x];
   int first = run.x, length = run.y, slot = run.z, pos0 = run.w;
-  if (slot < 0) return;
   int group = kv.heads / kv.kv_heads, parts = (group + TILE_ROWS - 1) / TILE_ROWS;
   int g = blockIdx.y / parts, head0 = g * group + blockIdx.y % parts * TILE_ROWS;
   int heads = min(TILE_ROWS, (g + 1) * group - head0), rows = heads * length;
   int last_key = pos0 + length - 1, n_splits = last_key / SPLIT + 1;
   int split = gridDim.z > 1 ? blockIdx.z : 0, end = gridDim.z > 1 ? split + 1 : n_splits;
-  if (split >= n_splits) return;
-
   int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row_pos[2];
+  if (slot >= 0)
+    prefetch_pages<K>(&kv, to.batch.table, slot, g, split * SPLIT + warp * CHUNK, last_key);
+  wait_for_previous();
+  if (slot < 0 || split >= n_splits) return;
+  if (qkv.slices > 0) {
+    to.q = q_shared - ((size_t)first * kv.heads + head0) * KD;
+    rotate_and_store<K>(&to, qkv, first, head0, heads, g, end == n_splits);
+  }
   uint4 fragment[KD / 32][2];
   for (int r = 0; r < 2; r++) {
     int row = lane / 4 + r * 8;
     row_pos[r] = row < rows ? pos0 + row / heads : -1;
     const half* from =
-        q +
+        to.q +
         ((size_t)(first + (row < rows ? row / heads : 0)) * kv.heads + head0 + row % heads) * KD +
         lane % 4 * 8;
     for (int c = 0; c < KD / 32; c++) {
@@ -1033,7 +1082,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
     int key0 = split * SPLIT + warp * CHUNK;
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, o[K / 8][4] = {};
     if (key0 <= last_key)
-      attend_chunk<K>(&kv, b.table, slot, g, key0, last_key, row_pos, fragment, max, sum, o);
+      attend_chunk<K>(&kv, to.batch.table, slot, g, key0, last_key, row_pos, fragment, max, sum, o);
     __syncthreads();  // the previous split's results have been read
     for (int r = 0; r < 2; r++) {
       chunk_max[warp][lane / 4 + r * 8] = max[r];
@@ -1394,12 +1443,15 @@ template <Output MODE, bool SLICED, int TOKENS, int STAGES>
 static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                         int z) {
   auto kernel = matmul_tile_kernel<MODE, SLICED, TOKENS, STAGES>;
-  size_t shared = (size_t)STAGES * stage_size(TOKENS) * 16;
+  size_t stage_bytes = stage_size(TOKENS) * 16;
   static bool configured;  // more than 48 KB of shared memory must be asked for, once
   if (!configured)
-    CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)shared));
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)(STAGES * stage_bytes)));
   configured = true;
+  // A slice may be shorter than the ring; the rest is left to the kernels before and after.
+  int stages = ceil_div(ceil_div(m->k / TILE_K, m->slices), STAGE_TILES);
+  size_t shared = (z > 1 && stages < STAGES ? stages : STAGES) * stage_bytes;
   dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, 2 * BLOCK_ROWS) * 2, z);
   int warps =
       BLOCK_TILES + (g->device->dependent_launch ? fill_warps(TOKENS) : 0);  // see ring_fill
@@ -1488,20 +1540,24 @@ static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, 
 }
 
 template <int K>
-static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, DeviceKV kv) {
-  int parts = ceil_div(kv.heads / kv.kv_heads, TILE_ROWS);
-  launch(g, attention_kernel<K>, dim3(runs, kv.kv_heads * parts, splits), ATTENTION_WARPS * WARP, 0,
-         g->att, (const half*)g->qkv.q, kv, g->qkv.batch, g->partial, g->arrived,
-         activation_group(g, n_tokens));
+static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
+                             Unsummed qkv) {
+  int parts = ceil_div(to.kv.heads / to.kv.kv_heads, TILE_ROWS);
+  launch(g, attention_kernel<K>, dim3(runs, to.kv.kv_heads * parts, splits), ATTENTION_WARPS * WARP,
+         0, g->att, to, qkv, g->partial, g->arrived, activation_group(g, n_tokens));
 }
 
-static void attention(const Gpu* g, int head_dim, int n_tokens, int runs, int splits, DeviceKV kv) {
-  if (head_dim == 32) return launch_attention<32>(g, n_tokens, runs, splits, kv);
-  if (head_dim == 64) return launch_attention<64>(g, n_tokens, runs, splits, kv);
-  if (head_dim == 80) return launch_attention<80>(g, n_tokens, runs, splits, kv);
-  if (head_dim == 96) return launch_attention<96>(g, n_tokens, runs, splits, kv);
-  if (head_dim == 128) return launch_attention<128>(g, n_tokens, runs, splits, kv);
-  die("no attention kernel for head width %d: 32, 64, 80, 96 and 128 exist", head_dim);
+// qkv: slices of a decode step that are still to be rotated and stored, or none.
+static void attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
+                      Unsummed qkv) {
+  auto run = to.head_dim == 32    ? launch_attention<32>
+             : to.head_dim == 64  ? launch_attention<64>
+             : to.head_dim == 80  ? launch_attention<80>
+             : to.head_dim == 96  ? launch_attention<96>
+             : to.head_dim == 128 ? launch_attention<128>
+                                  : NULL;
+  if (!run) die("no attention kernel for head width %d: 32, 64, 80, 96 and 128 exist", to.head_dim);
+  run(g, n_tokens, runs, splits, to, qkv);
 }
 
 static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
@@ -1517,7 +1573,7 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
   const Gpu* g = e->gpu;
   QkvTarget qkv = g->qkv;
   int pairs = (c->n_heads + 2 * c->n_kv_heads) * c->head_dim / 2;
-  Unsummed y = {NULL, 0, 0};
+  Unsummed none = {NULL, 0, 0}, y = none;
   bool few = g->matmul == MATMUL_MMA && T <= SKINNY_TOKENS &&
              (size_t)T * c->dim * sizeof(half) + 8192 <= (size_t)g->device->shared_bytes;
   SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0},
@@ -1530,7 +1586,7 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
     if (few) {
       norm.weight = l->attn_norm;
       matmul_skinny<OUT_QKV, true>(g, NULL, norm, &l->qkv, T, layer);
-      attention(g, c->head_dim, T, runs, splits, qkv.kv);
+      attention(g, T, runs, splits, qkv, none);
       matmul_skinny<OUT_RESIDUAL, false>(g, g->x, att, &l->o, T, layer);
       norm.weight = l->mlp_norm;
       matmul_skinny<OUT_SWIGLU, true>(g, g->hidden, norm, &l->gate_up, T, layer);
@@ -1539,8 +1595,8 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
     }
     add_norm(g, c, T, y, l->attn_norm, NULL);
     y = matmul<OUT_FLOAT>(g, g->y, g->normed, &l->qkv, T);
-    launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, y);
-    attention(g, c->head_dim, T, runs, splits, qkv.kv);
+    if (!advance) launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, y);
+    attention(g, T, runs, splits, qkv, advance ? y : none);
     y = matmul<OUT_FLOAT>(g, g->y, g->att, &l->o, T);
     add_norm(g, c, T, y, l->mlp_norm, NULL);
     matmul<OUT_SWIGLU>(g, g->hidden, g->normed, &l->gate_up, T);
