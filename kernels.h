@@ -643,26 +643,6 @@ __device__ static inline void barrier_wait(uint64_t* barrier, int parity) {
       : "memory");
 }
 
-// Blocks come in pairs (clusters) that multiply the same tokens by neighbouring rows.
-__device__ static inline int pair_rank() {
-  int rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-__device__ static inline void pair_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-__device__ static inline void copy_to_pair(uint4* to, const void* from, int bytes, uint64_t* full) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1], %2, [%3], %4;" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(full)), "h"((uint16_t)3)
-      : "memory");
-}
-
 __device__ static inline void copy_bulk(uint4* to, const void* from, int bytes, uint64_t* full) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -680,18 +660,14 @@ __device__ static inline void fill_weights(const Ring* r, const KWalk* to) {
             bytes, r->full + to->slot);
 }
 
-// Each block of a pair fetches one k tile of a stage's activations for both.
 template <int TOKENS>
 __device__ static inline void fill_tokens(const Ring* r, const KWalk* to) {
   constexpr int GROUP = token_group(TOKENS), TILE = GROUP * 4;
-  int rank = pair_rank();
-  if (rank >= walk_tiles(to)) return;
 #pragma unroll
   for (int i = 0; i < TOKENS / GROUP; i++)
-    copy_to_pair(
-        r->stages + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + (i * STAGE_TILES + rank) * TILE,
-        r->x + min(i, r->groups - 1) * r->group + (to->at + rank) * TILE, TILE * 16,
-        r->full + to->slot);
+    copy_bulk(r->stages + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + i * TILE * STAGE_TILES,
+              r->x + min(i, r->groups - 1) * r->group + to->at * TILE, walk_tiles(to) * TILE * 16,
+              r->full + to->slot);
 }
 
 // A ninth warp does nothing but this, in one thread; as a task of a multiplying warp it took 0.7 us
@@ -700,9 +676,9 @@ template <int TOKENS, int STAGES, bool SLICED>
 __device__ static bool ring_fill(Ring* r) {
   if (threadIdx.x < STAGES) {
     barrier_open(r->full + threadIdx.x, 1);
-    barrier_open(r->empty + threadIdx.x, 2 * BLOCK_TILES);
+    barrier_open(r->empty + threadIdx.x, BLOCK_TILES);
   }
-  pair_sync();
+  __syncthreads();
   if (threadIdx.x < BLOCK_TILES * WARP) {
     if (fill_warps(TOKENS) == 4) more_registers();
     return false;
@@ -734,19 +710,11 @@ __device__ static inline void ring_wait(const Ring* r, const KWalk* use) {
 template <int TOKENS, int STAGES, bool SLICED>
 __device__ static inline void ring_release(Ring* r, int slot) {
   __syncwarp();
-  int lane = threadIdx.x % WARP;
-  if (lane < 2)  // tells both blocks of the pair
-    asm volatile(
-        "{ .reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; "
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [a]; }" ::"r"(
-            shared_address(r->empty + slot)),
-        "r"(lane)
-        : "memory");
+  if (threadIdx.x % WARP == 0)
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(r->empty + slot))
+                 : "memory");
 }
 #else  // all threads copy, 16 bytes each
-__device__ static inline void pair_sync() {
-}
-
 template <int TOKENS, int STAGES, bool SLICED>
 __device__ static inline void fill_stage(Ring* r) {
   constexpr int GROUP = token_group(TOKENS), PART = GROUP * 4 * STAGE_TILES;
@@ -857,10 +825,9 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
   __shared__ uint64_t full[STAGES], empty[STAGES];
   int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * BLOCK_TILES, group = m.k / 8 * GROUP;
   int slice = gridDim.z > 1 ? blockIdx.z : 0, warp = threadIdx.x / WARP;
-  int last = (m.n - 1) / BLOCK_ROWS * BLOCK_TILES;  // a pair's second block may have no rows
   KWalk use = {slice_start(m, slice), slice_start(m, slice + 1), slice, 0, 0};
   Ring ring = {m,
-               (const uint4*)m.w + (size_t)min(row_tile0, last) * (m.k / TILE_K) * 64,
+               (const uint4*)m.w + (size_t)row_tile0 * (m.k / TILE_K) * 64,
                (const uint4*)x + (size_t)(token0 / GROUP) * group,
                (n_tokens - token0 + GROUP - 1) / GROUP,
                group,
@@ -902,7 +869,6 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
     for (int i = 0; i < 2; i++) a[i] = stage[lane_at + i * WARP];
   }
   wgmma_wait<0>();
-  pair_sync();  // a block must stay while its pair may signal to it
   size_t first = MODE == OUT_SWIGLU
                      ? (size_t)token0 * (m.n / 2)
                      : ((gridDim.z > 1 ? (size_t)slice * n_tokens : 0) + token0) * m.n;
@@ -1382,29 +1348,20 @@ typedef struct Gpu {
   int n_graphs;
 } Gpu;
 
-// Blocks that are neighbours in y run in clusters of `cluster`, where the device has clusters.
 template <typename... P, typename... A>
-static void launch_clusters(const Gpu* g, int cluster, void (*kernel)(P...), dim3 grid, int threads,
-                            size_t shared, A... args) {
+static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                   A... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = g->stream;
-  cudaLaunchAttribute attribute[2];
-  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute[0].val.programmaticStreamSerializationAllowed = 1;
-  attribute[1].id = cudaLaunchAttributeClusterDimension;
-  attribute[1].val.clusterDim = {1, (unsigned)cluster, 1};
-  config.attrs = attribute;
-  config.numAttrs = !g->device->dependent_launch ? 0 : cluster > 1 ? 2 : 1;
+  cudaLaunchAttribute dependent;
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &dependent;
+  config.numAttrs = g->device->dependent_launch ? 1 : 0;
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
-}
-
-template <typename... P, typename... A>
-static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
-                   A... args) {
-  launch_clusters(g, 1, kernel, grid, threads, shared, args...);
 }
 
 static int ceil_div(int a, int b) {
@@ -1452,10 +1409,10 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
   // A slice may be shorter than the ring; the rest is left to the kernels before and after.
   int stages = ceil_div(ceil_div(m->k / TILE_K, m->slices), STAGE_TILES);
   size_t shared = (z > 1 && stages < STAGES ? stages : STAGES) * stage_bytes;
-  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, 2 * BLOCK_ROWS) * 2, z);
+  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
   int warps =
       BLOCK_TILES + (g->device->dependent_launch ? fill_warps(TOKENS) : 0);  // see ring_fill
-  launch_clusters(g, 2, kernel, grid, warps * WARP, shared, out, x, *m, n_tokens);
+  launch(g, kernel, grid, warps * WARP, shared, out, x, *m, n_tokens);
 }
 
 // Pipeline depth by the shared memory a block may have: 227 KB on Hopper, 163 on A100, 99 on other
@@ -1578,6 +1535,9 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
              (size_t)T * c->dim * sizeof(half) + 8192 <= (size_t)g->device->shared_bytes;
   SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0},
               norm = {NULL, g->x, NULL, NULL, c->norm_eps};
+  // Attention can rotate and store by itself if tokens do not need each other; worth it while all
+  // its blocks run at once (H200, 64 tokens: -30 us a step; 256 tokens: +156).
+  bool fuse = advance && T * c->n_kv_heads * splits <= 4 * g->device->sms;
   launch(g, embed_kernel, dim3(T), 256, 0, g->x, (const half*)e->w->embed.w, qkv.batch,
          (const int*)g->sampler.sampled, c->dim, g->matmul == MATMUL_MMA);
   for (int layer = 0; layer < c->n_layers; layer++) {
@@ -1595,8 +1555,8 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
     }
     add_norm(g, c, T, y, l->attn_norm, NULL);
     y = matmul<OUT_FLOAT>(g, g->y, g->normed, &l->qkv, T);
-    if (!advance) launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, y);
-    attention(g, T, runs, splits, qkv, advance ? y : none);
+    if (!fuse) launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, y);
+    attention(g, T, runs, splits, qkv, fuse ? y : none);
     y = matmul<OUT_FLOAT>(g, g->y, g->att, &l->o, T);
     add_norm(g, c, T, y, l->mlp_norm, NULL);
     matmul<OUT_SWIGLU>(g, g->hidden, g->normed, &l->gate_up, T);
