@@ -44,11 +44,11 @@ __host__ __device__ static inline size_t packed_index(int row, int col, int k) {
   return tile * TILE_HALVES + mma * (TILE_HALVES / 2) + lane * 8 + reg * 2 + c % 2;
 }
 
-enum { TOKEN_GROUP = 64 };
+enum { TOKEN_GROUP = 128 };
 
-// Tokens are stored in groups of 64, of 32 or 16 when there are so few.
+// Tokens are stored in groups of 128, fewer when there are fewer.
 __host__ __device__ constexpr int token_group(int tokens) {
-  return tokens <= 16 ? 16 : tokens <= 32 ? 32 : TOKEN_GROUP;
+  return tokens <= 16 ? 16 : tokens <= 32 ? 32 : tokens <= 64 ? 64 : TOKEN_GROUP;
 }
 
 // Where k of token t lies among the activations [T, n_k] that a linear layer reads. Up to 8 tokens
@@ -555,19 +555,30 @@ __device__ static inline uint32_t shared_address(const void* p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // code for sm_90a
 enum { HAVE_WGMMA = 1 };
 
-// d[16 rows of each of 4 warps, 64 tokens] += a . b; b: 2 pieces of [64 tokens][8 k's]. Runs on by
+// d[16 rows of each of 4 warps, N tokens] += a . b; b: 2 pieces of [N tokens][8 k's]. Runs on by
 // itself until wgmma_wait.
-__device__ static inline void wgmma(float d[8][4], uint4 a, const uint4* b) {
-  // The address, the steps to the next 8 k's and to the next 8 tokens, all in 16 bytes.
-  uint64_t where = (shared_address(b) & 0x3ffff) >> 4 | (uint64_t)64 << 16 | (uint64_t)8 << 32;
 #define D4(i) "+f"(d[i][0]), "+f"(d[i][1]), "+f"(d[i][2]), "+f"(d[i][3])
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, "
-      "%10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, "
-      "%28, %29, %30, %31}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
-      : D4(0), D4(1), D4(2), D4(3), D4(4), D4(5), D4(6), D4(7)
-      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(where));
-#undef D4
+#define D32(i) D4(i), D4(i + 1), D4(i + 2), D4(i + 3), D4(i + 4), D4(i + 5), D4(i + 6), D4(i + 7)
+#define R32                                                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define R64                                                                                     \
+  R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, " \
+      "%49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+template <int N>
+__device__ static inline void wgmma(float d[][4], uint4 a, const uint4* b) {
+  // The address, the steps to the next 8 k's and to the next 8 tokens, all in 16 bytes.
+  uint64_t where = (shared_address(b) & 0x3ffff) >> 4 | (uint64_t)N << 16 | (uint64_t)8 << 32;
+  if constexpr (N == 64)
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" R32
+                 "}, {%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+                 : D32(0)
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(where));
+  else
+    asm volatile("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {" R64
+                 "}, {%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+                 : D32(0), D32(8)
+                 : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(where));
 }
 
 __device__ static inline void wgmma_start() {
@@ -596,7 +607,8 @@ __device__ static inline void more_registers() {
 }
 __device__ static inline void fewer_registers() {
 }
-__device__ static inline void wgmma(float[8][4], uint4, const uint4*) {
+template <int N>
+__device__ static inline void wgmma(float[][4], uint4, const uint4*) {
 }
 __device__ static inline void wgmma_start() {
 }
@@ -764,12 +776,14 @@ __device__ static inline uint4 load_matrices(const uint4* row) {
 template <int TOKENS>
 __device__ static inline void multiply_tile(float d[][4], const uint4 a[2], const uint4* tokens) {
   constexpr int GROUP = token_group(TOKENS), STEP = STAGE_TILES * 4 * GROUP;
-  if constexpr (HAVE_WGMMA && GROUP == 64) {
+  if constexpr (HAVE_WGMMA && GROUP >= 64) {
     wgmma_start();
 #pragma unroll
-    for (int i = 0; i < TOKENS / GROUP; i++) wgmma(d + i * 8, a[0], tokens + i * STEP);
+    for (int i = 0; i < TOKENS / GROUP; i++)
+      wgmma<GROUP>(d + i * GROUP / 8, a[0], tokens + i * STEP);
 #pragma unroll
-    for (int i = 0; i < TOKENS / GROUP; i++) wgmma(d + i * 8, a[1], tokens + i * STEP + 2 * GROUP);
+    for (int i = 0; i < TOKENS / GROUP; i++)
+      wgmma<GROUP>(d + i * GROUP / 8, a[1], tokens + i * STEP + 2 * GROUP);
     wgmma_end();
   } else {
     tokens += threadIdx.x % WARP / 8 * GROUP + threadIdx.x % 8;
@@ -1455,7 +1469,8 @@ static int tile_slices(const Device* d, const Matrix* m, int n_tokens) {
 
 // See activation_index.
 static int activation_group(const Gpu* g, int n_tokens) {
-  return g->matmul == MATMUL_MMA && n_tokens > SKINNY_TOKENS ? token_group(n_tokens) : 0;
+  if (g->matmul != MATMUL_MMA || n_tokens <= SKINNY_TOKENS) return 0;
+  return token_group(g->device->shared_bytes < 99 * 1024 && n_tokens > 64 ? 64 : n_tokens);
 }
 
 // Up to 8 tokens: with what comes before and after fused in.
