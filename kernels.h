@@ -340,7 +340,7 @@ __device__ static inline int slice_start(Matrix m, int slice) {
 }
 
 __device__ static inline float silu_mul(float gate, float up) {
-  return gate / (1.0f + __expf(-gate)) * up;
+  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
 // Rungs 1 and 2: LANES threads per output and token, row-major weights, 16 bytes a load. With 1
@@ -799,35 +799,46 @@ __device__ static inline void multiply_tile(float d[][4], const uint4 a[2], cons
   }
 }
 
-// Writes one lane's share of a warp's 16 rows x TOKENS; n_tokens: how many of these exist. See
-// store_tile. out: of the first token. SwiGLU's go where the next tile kernel looks for them, two
-// lanes joining their neighbouring k's in 4 bytes.
-template <Output MODE, int TOKENS>
-__device__ static inline void store_tiles(void* out, const float d[][4], int row0, int n,
-                                          int n_tokens) {
-  constexpr int GROUP = token_group(TOKENS);
-  int lane = threadIdx.x % WARP, row = row0 + lane / 4, token = lane % 4 * 2, odd = row % 2;
-  if (MODE == OUT_SWIGLU) {
-    int k = row0 / 2 + row % 8 - odd;
-    half* hidden = (half*)out + activation_index(token + odd, k, n / 2, GROUP);
+__device__ static inline void sync_multipliers() {
+  asm volatile("bar.sync 1, %0;" ::"n"(BLOCK_TILES * WARP) : "memory");
+}
+
+// A block's 128 rows x TOKENS of gate and up become 64 k's of the next tile kernel's activations,
+// put together in shared memory: written from registers they were 4 bytes in each 32-byte sector,
+// which took 5 us of 38 at 256 tokens. out: of the first token; n_tokens: how many of TOKENS exist.
+template <int TOKENS>
+__device__ static inline void store_swiglu(half* out, uint4* shared, const float d[][4], int row0,
+                                           int n, int n_tokens) {
+  constexpr int GROUP = token_group(TOKENS), PIECES = BLOCK_ROWS / 2 / 8;
+  int warp = threadIdx.x / WARP, g = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  half* to = (half*)shared + activation_index(t * 2, warp * 8 + g, BLOCK_ROWS / 2, TOKENS);
+  sync_multipliers();  // all have used the last stages
 #pragma unroll
-    for (int i = 0; i < TOKENS / 8; i++) {
-      half h0 = __float2half(silu_mul(d[i][0], d[i][2])),
-           h1 = __float2half(silu_mul(d[i][1], d[i][3])),
-           other = __shfl_xor_sync(~0u, odd ? h0 : h1, 4);
-      half2* to = (half2*)(hidden + (size_t)(i * 8 / GROUP) * GROUP * (n / 2) + i * 8 % GROUP * 8);
-      if (token + odd + i * 8 < n_tokens && row0 < n)
-        *to = odd ? __halves2half2(other, h1) : __halves2half2(h0, other);
-    }
-  } else {
-    float* y = (float*)out + (size_t)token * n + row;
-#pragma unroll
-    for (int i = 0; i < TOKENS / 8; i++, y += (size_t)8 * n)
-#pragma unroll
-      for (int j = 0; j < 4; j++)
-        if (token + i * 8 + j % 2 < n_tokens && row + j / 2 * 8 < n)
-          y[(size_t)(j % 2) * n + j / 2 * 8] = d[i][j];
+  for (int i = 0; i < TOKENS / 8; i++) {
+    to[i * 64] = __float2half(silu_mul(d[i][0], d[i][2]));
+    to[i * 64 + 8] = __float2half(silu_mul(d[i][1], d[i][3]));
   }
+  sync_multipliers();
+  int first = row0 / 16, pieces = min((int)PIECES, n / 16 - first);
+  for (int i = threadIdx.x; i < pieces * TOKENS; i += BLOCK_TILES * WARP) {
+    int piece = i / TOKENS, token = i % TOKENS;
+    size_t at = (size_t)(token / GROUP) * (n / 16) + first + piece;
+    if (token < n_tokens) ((uint4*)out)[at * GROUP + token % GROUP] = shared[i];
+  }
+}
+
+// Writes one lane's share of a warp's 16 rows x TOKENS, see store_tile.
+template <int TOKENS>
+__device__ static inline void store_floats(float* out, const float d[][4], int row0, int n,
+                                           int n_tokens) {
+  int row = row0 + threadIdx.x % WARP / 4, token = threadIdx.x % 4 * 2;
+  float* y = out + (size_t)token * n + row;
+#pragma unroll
+  for (int i = 0; i < TOKENS / 8; i++, y += (size_t)8 * n)
+#pragma unroll
+    for (int j = 0; j < 4; j++)
+      if (token + i * 8 + j % 2 < n_tokens && row + j / 2 * 8 < n)
+        y[(size_t)(j % 2) * n + j / 2 * 8] = d[i][j];
 }
 
 template <Output MODE, bool SLICED, int TOKENS, int STAGES>
@@ -883,12 +894,14 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
     for (int i = 0; i < 2; i++) a[i] = stage[lane_at + i * WARP];
   }
   wgmma_wait<0>();
-  size_t first = MODE == OUT_SWIGLU
-                     ? (size_t)token0 * (m.n / 2)
-                     : ((gridDim.z > 1 ? (size_t)slice * n_tokens : 0) + token0) * m.n;
-  out = (char*)out + first * (MODE == OUT_SWIGLU ? sizeof(half) : sizeof(float));
-  store_tiles<MODE, TOKENS>(out, SLICED ? total : d, (row_tile0 + warp) * TILE_ROWS, m.n,
-                            n_tokens - token0);
+  if constexpr (MODE == OUT_SWIGLU) {
+    store_swiglu<TOKENS>((half*)out + (size_t)token0 * (m.n / 2), shared, d, row_tile0 * TILE_ROWS,
+                         m.n, n_tokens - token0);
+  } else {
+    size_t first = ((gridDim.z > 1 ? (size_t)slice * n_tokens : 0) + token0) * m.n;
+    store_floats<TOKENS>((float*)out + first, SLICED ? total : d, (row_tile0 + warp) * TILE_ROWS,
+                         m.n, n_tokens - token0);
+  }
 }
 
 // ---- Attention over the paged cache.
