@@ -81,7 +81,7 @@ static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, f
   int padded = (T + TOKEN_GROUP - 1) / TOKEN_GROUP * TOKEN_GROUP;
   half *tiles = NULL, *host_tiles = (half*)xcalloc((size_t)padded * c->k, 2);
   if (activation_group(&g, T)) {
-    memset(host_tiles, 0xff, (size_t)padded * c->k * 2);
+    memset((void*)host_tiles, 0xff, (size_t)padded * c->k * 2);
     for (int i = 0; i < T * c->k; i++)
       host_tiles[activation_index(i / c->k, i % c->k, c->k, activation_group(&g, T))] =
           __float2half(c->host_x[(size_t)x0 * c->k + i]);
@@ -163,6 +163,7 @@ static void test_matmul(void) {
   test_matmul_case(1000, 96, OUT_FLOAT);    // rows not a multiple of 16
   test_matmul_case(960, 576, OUT_FLOAT);    // smollm2's qkv: 18 k tiles in 2 uneven slices
   test_matmul_case(2048, 2048, OUT_FLOAT);  // 8 slices
+  test_matmul_case(8192, 512, OUT_FLOAT);   // 2 slices, at 300 tokens both in one block
   test_matmul_case(576, 1536, OUT_FLOAT);
   test_matmul_case(272, 1056, OUT_FLOAT);  // 33 k tiles
   test_matmul_case(64, 64, OUT_SWIGLU);
