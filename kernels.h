@@ -18,8 +18,7 @@
 // memory and no shuffling in between:
 //
 //   mma m16n8k16: D[16 rows, 8 tokens] += A[16, 16] . B[16, 8]. Lane = 4 g + t (g 0..7, t 0..3)
-//   holds
-// A: rows g and g + 8; B: token g; D: rows g and g + 8 of tokens 2t and 2t + 1.
+//   holds A: rows g and g + 8; B: token g; D: rows g and g + 8 of tokens 2t and 2t + 1.
 //
 // A sum over k may be taken in any order as long as A and B agree on it, so lane t takes the 8
 // CONSECUTIVE k's 8t .. 8t+7 of every 32: two mmas' worth. For an activation row, plain row-major
@@ -502,12 +501,15 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
 // TOKENS, so that each weight enters registers once. k runs through a ring of shared-memory stages
 // of 64, the weights of the first ones asked for before waiting for the previous kernel. In a stage
 // 8 tokens x 8 k's are 128 contiguous bytes (see activation_index), which both ldmatrix and wgmma
-// read without bank conflicts.
+// read without bank conflicts. At 64 tokens on an H200 gate-up takes 21.8 us: 20.0 without the
+// products, 15.1 without the copies; at 256 tokens 37.7, 33.5 and 31.6.
 //
-// On Hopper one thread keeps the ring full with bulk copies, one for all weights of a stage (8
-// copies of 2 KB took 1 us to issue: 33 us instead of 16 for gate-up), and from 33 tokens on warps
-// multiply by fours with wgmma, which reads the activations once per 64 rows and runs at 1.4 times
-// mma.sync's rate. Both instructions sum 16 products and the accumulator at once: the same bits.
+// On Hopper one thread keeps the ring full with bulk copies, one for all weights of a stage (with 8
+// copies of 2 KB instead gate-up took 33 us), and from 33 tokens on four warps multiply together
+// with wgmma, which reads the activations once per 64 rows and runs at 1.35 times mma.sync's rate.
+// Both instructions gave the same bits for 8 million sums of four kinds of numbers; the tests
+// compare them, since up to 32 tokens it is mma.sync.
+//
 // SLICED keeps two sums, of the slice and of all before it.
 // blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = 128
 // rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
@@ -679,8 +681,8 @@ __device__ static inline void fill_tokens(const Ring* r, const KWalk* to) {
               r->full + to->slot);
 }
 
-// A ninth warp does nothing but this, in one thread; as a task of a multiplying warp it took 0.7 us
-// a stage. Returns whether the caller belongs to that warp.
+// A ninth warp does nothing but this, in one thread (as a task of a multiplying warp: 1,350 us a
+// step at 64 tokens instead of 1,314). Returns whether the caller belongs to that warp.
 template <int TOKENS, int STAGES, bool SLICED>
 __device__ static bool ring_fill(Ring* r) {
   if (threadIdx.x < STAGES) {
@@ -801,8 +803,8 @@ __device__ static inline void sync_multipliers() {
 }
 
 // A block's 128 rows x TOKENS of gate and up become 64 k's of the next tile kernel's activations,
-// put together in shared memory: written from registers they were 4 bytes in each 32-byte sector,
-// which took 5 us of 38 at 256 tokens. out: of the first token; n_tokens: how many of TOKENS exist.
+// put together in shared memory: from registers they would be written 4 bytes in each 32-byte
+// sector. out: of the first token; n_tokens: how many of TOKENS exist.
 template <int TOKENS>
 __device__ static inline void store_swiglu(half* out, uint4* shared, const float d[][4], int row0,
                                            int n, int n_tokens) {
@@ -1023,6 +1025,28 @@ __device__ static inline void rotate_and_store(const QkvTarget* to, Unsummed qkv
   __syncthreads();
 }
 
+// The A operands of one lane, and the positions of its two rows (-1: no such row). Row r is head
+// r % heads of token r / heads; q: the first one's.
+template <int K>
+__device__ static inline void load_queries(uint4 fragment[][2], int row_pos[2], const half* q,
+                                           int all_heads, int heads, int rows, int pos0) {
+  constexpr int KD = (K + 31) / 32 * 32;
+  int lane = threadIdx.x % WARP;
+  for (int r = 0; r < 2; r++) {
+    int row = lane / 4 + r * 8, token = row < rows ? row / heads : 0;
+    row_pos[r] = row < rows ? pos0 + token : -1;
+    const half* from = q + ((size_t)token * all_heads + row % heads) * KD + lane % 4 * 8;
+    for (int c = 0; c < KD / 32; c++) {
+      uint4 v = *(const uint4*)(from + c * 32);
+      // k's 8t .. 8t+3 go to the first mma, 8t+4 .. 8t+7 to the second
+      for (int j = 0; j < 2; j++) {
+        (&fragment[c][j].x)[r] = j ? v.z : v.x;
+        (&fragment[c][j].x)[r + 2] = j ? v.w : v.y;
+      }
+    }
+  }
+}
+
 // out[T, H, K] = softmax(q . k / sqrt(K)) . v over each token's own positions. A block takes one
 // run of tokens of a slot, the heads that share a kv head (16 rows: heads x tokens), and either one
 // split of 256 keys (gridDim.z > 1: the last block to finish merges all splits in order) or every
@@ -1049,29 +1073,16 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
     prefetch_pages<K>(&kv, to.batch.table, slot, g, split * SPLIT + warp * CHUNK, last_key);
   wait_for_previous();
   if (slot < 0 || split >= n_splits) return;
+  const half* q = to.q + ((size_t)first * kv.heads + head0) * KD;
   if (qkv.slices > 0) {
+    q = q_shared;
     to.q = q_shared - ((size_t)first * kv.heads + head0) * KD;
     rotate_and_store<K>(&to, qkv, first, head0, heads, g, end == n_splits);
   }
   uint4 fragment[KD / 32][2];
-  for (int r = 0; r < 2; r++) {
-    int row = lane / 4 + r * 8;
-    row_pos[r] = row < rows ? pos0 + row / heads : -1;
-    const half* from =
-        to.q +
-        ((size_t)(first + (row < rows ? row / heads : 0)) * kv.heads + head0 + row % heads) * KD +
-        lane % 4 * 8;
-    for (int c = 0; c < KD / 32; c++) {
-      uint4 v = *(const uint4*)(from + c * 32);
-      for (int j = 0; j < 2;
-           j++) {  // k's 8t .. 8t+3 go to the first mma, 8t+4 .. 8t+7 to the second
-        (&fragment[c][j].x)[r] = j ? v.z : v.x;
-        (&fragment[c][j].x)[r + 2] = j ? v.w : v.y;
-      }
-    }
-  }
-  int row = threadIdx.x / 8,
-      lane0 = threadIdx.x % 8;  // after the products each thread owns K / 8 outputs of one row
+  load_queries<K>(fragment, row_pos, q, kv.heads, heads, rows, pos0);
+  // After the products each thread owns K / 8 outputs of one row.
+  int row = threadIdx.x / 8, lane0 = threadIdx.x % 8;
   Softmax<OWN> total = {-INFINITY, 0, {}};
   for (; split < end; split++) {
     int key0 = split * SPLIT + warp * CHUNK;
@@ -1345,9 +1356,9 @@ static double gpu_probe_rate(const Device* d) {
   return 2.0 * 16 * 8 * 16 * 8 * rounds * blocks * warps / seconds;
 }
 
-// ---- A step on the GPU: five launches a layer up to 8 tokens, eight beyond. Decode steps are
-// recorded once per size as a CUDA graph and replayed, since launching 130 kernels one by one takes
-// the host longer than a small model takes the GPU.
+// ---- A step on the GPU: five launches a layer up to 8 tokens, seven or eight beyond. Decode steps
+// are recorded once per size as a CUDA graph and replayed, since launching 130 kernels one by one
+// takes the host longer than a small model takes the GPU.
 
 // BATCH_INTS: ints a token has in the lists: a run (4), id, pos, slot, row.
 enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };
