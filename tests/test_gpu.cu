@@ -171,6 +171,19 @@ static void test_matmul(void) {
   test_matmul_case(2112, 2048, OUT_SWIGLU);  // a part-filled last block
 }
 
+// What a block may use of shared memory chooses tile shapes and depths: those of smaller cards.
+static void test_little_shared_memory(void) {
+  static const int kb[] = {64, 99};
+  int real = gpu.shared_bytes;
+  for (int i = 0; i < 2; i++) {
+    gpu.shared_bytes = kb[i] * 1024;
+    test_matmul_case(272, 1056, OUT_FLOAT);
+    test_matmul_case(8192, 512, OUT_FLOAT);
+    test_matmul_case(2112, 256, OUT_SWIGLU);
+  }
+  gpu.shared_bytes = real;
+}
+
 // ---- whole models: prompts of several lengths, chunked and whole, against the CPU
 // -------------------------------------
 
@@ -336,6 +349,7 @@ int main(void) {
   printf("%s: dependent launch %s, probed %.0f GB/s and %.0f TFLOP/s\n", gpu.name,
          gpu.dependent_launch ? "on" : "off", gpu.bandwidth / 1e9, gpu.rate / 1e12);
   test_matmul();
+  test_little_shared_memory();
   test_model("gqa 4:2, 64", 128, 4, 2, 64, 256, 512, true);
   test_model("mha, 32", 96, 3, 3, 32, 160, 300, false);
   test_model("mqa 20:1, 128", 256, 20, 1, 128, 320, 257, true);
