@@ -620,9 +620,15 @@ __device__ static inline void wgmma_wait() {
 
 // Warps beyond the 8 that multiply, see ring_fill. For 256 tokens a whole warpgroup, because only
 // warpgroups can give each other registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+__device__ constexpr int fill_warps(int) {
+  return 0;
+}
+#else
 __host__ __device__ constexpr int fill_warps(int tokens) {
   return tokens == 256 ? 4 : 1;
 }
+#endif
 
 // What a block streams through shared memory: its rows' weights and its tokens' activations.
 typedef struct {
