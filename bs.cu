@@ -299,14 +299,16 @@ static void device_free_all(Device* d, MemTag tag) {
 // ---- Ceilings. A curve is judged against what THIS device can do, measured with our own read and
 // multiply loops.
 
+static const double PROBE_SECONDS = 0.5;  // a slow build or machine takes fewer rounds
+
 static double cpu_probe_bandwidth(const Device* d) {
   (void)d;
   size_t bytes = (size_t)512 << 20;  // many times the last-level cache
   float* p;
   while (!(p = (float*)cpu_alloc(bytes)) && bytes > (size_t)32 << 20) bytes /= 2;
   if (!p) return 0;
-  double best = 0;
-  for (int round = 0; round < 10; round++) {
+  double best = 0, until = now() + PROBE_SECONDS;
+  for (int round = 0; round < 2 || (round < 10 && now() < until); round++) {
     double start = now();
     bool nonzero = false;  // never, but the compiler does not know: the loads must happen
     PARALLEL_FOR
@@ -329,9 +331,9 @@ static double cpu_probe_bandwidth(const Device* d) {
 // The outer product on operands that stay in the L1 cache.
 static double cpu_probe_rate(const Device* d) {
   (void)d;
-  enum { ROUNDS = 60000 };  // some 15 ms
-  double best = 0;
-  for (int round = 0; round < 5; round++) {
+  enum { ROUNDS = 20000 };  // some 5 ms
+  double best = 0, until = now() + PROBE_SECONDS;
+  for (int round = 0; round < 2 || (round < 15 && now() < until); round++) {
     double start = now();
     int threads = omp_get_max_threads();
     PARALLEL_FOR
@@ -372,6 +374,7 @@ static void device_close(Device* d) {
   d->list = NULL;
   d->cap_list = 0;
 }
+
 // ---- Requests: what a client asks for, and where it stands.
 
 enum { MOST_TOKENS = 1000000 };  // of one prompt or output
@@ -639,13 +642,11 @@ static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, doubl
 // ---- Scheduler: who runs in the next step. Three policies, one mechanism; they differ in admit().
 //
 //   static      a fixed batch (article 1, section 1): waits until it is full, pads all prompts to
-//   the
-//               longest, computes every row until the longest output ends, reserves KV for the
-//               worst
+//               the longest, computes every row until the longest output ends, reserves KV for
+//               the worst case
 //   bucketed    the same among requests of similar prompt length (article 1, section 4)
-//   continuous  every step admits into free slots; who is done leaves at once (Yu et al., Orca,
-//   2022;
-//               article 2, section 4.3)
+//   continuous  every step admits into free slots; who is done leaves at once (Orca, Yu et al.
+//               2022; article 2, section 4.3)
 //
 // Padding and finished rows are really computed: they are the phenomenon.
 
@@ -989,6 +990,7 @@ static void plan_step(Scheduler* s, Planned* p) {
     while (r->reading && b->n_tokens < s->w->limits.step_tokens) batch_add(s, p, s->running[i]);
   }
 }
+
 // ---- The engine loop: plan, submit, collect. Steps are queued ahead, since the next one does not
 // depend on which tokens the last one sampled - unless one of them may be an end token.
 
@@ -1407,8 +1409,9 @@ static double at_percentile(Percentiles p, int percentile) {
   return percentile == 50 ? p.p50 : percentile == 95 ? p.p95 : p.p99;
 }
 
-// Knee: which batch size to run. Not the largest that fits: the last one before memory, the latency
-// target or the tail gives way, or the one where throughput stops paying (article 1, section 5).
+// ---- Knee: which batch size to run. Not the largest that fits: the last one before memory, the
+// latency target or the tail gives way, or the one where throughput stops paying (article 1,
+// section 5).
 
 static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end"};  // StopRule
 static const char* const status_names[] = {"ok", "skipped", "oom"};                   // RowStatus
@@ -1653,6 +1656,7 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   engine_close(&e);
   return whole;
 }
+
 #include "parts/plots.h"
 #include "parts/tokenizer.h"
 

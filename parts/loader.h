@@ -229,10 +229,12 @@ static bool too_large(const Tensor* t, size_t from, size_t to) {
 static bool check_weights(const char* path, const char* name, const Tensor* t, char* err) {
   enum { BLOCK = 65536 };
   const size_t n = (size_t)t->rows * t->cols;
-  bool broken = false;
-  PARALLEL_FOR
-  for (size_t from = 0; from < n; from += BLOCK)
-    if (too_large(t, from, from + BLOCK < n ? from + BLOCK : n)) broken = true;
+  bool broken = n <= BLOCK && too_large(t, 0, n);  // not worth waking threads for
+  if (n > BLOCK) {
+    PARALLEL_FOR
+    for (size_t from = 0; from < n; from += BLOCK)
+      if (too_large(t, from, from + BLOCK < n ? from + BLOCK : n)) broken = true;
+  }
   if (!broken) return true;
   size_t bad = 0;
   while (!too_large(t, bad, bad + 1)) bad++;

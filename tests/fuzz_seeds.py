@@ -76,8 +76,8 @@ def knee_seeds():
 
 SEEDS = {"loader": loader_seeds, "tokenizer": tokenizer_seeds, "trace": trace_seeds,
          "knee": knee_seeds}
-SOURCES = {"loader": "weights/loader.h", "tokenizer": "weights/tokenizer.h", "trace": "bs.cu",
-           "knee": "interop.h"}
+SOURCES = {"loader": "parts/loader.h", "tokenizer": "parts/tokenizer.h", "trace": "bs.cu",
+           "knee": "parts/interop.h"}
 
 
 def main():

@@ -2,6 +2,7 @@
 # Runs the test programs named on the command line, plain and under sanitizers, then the command-line tests, and adds up.
 # Ends with one line: N passed, N failed.
 cd "$(dirname "$0")/.." || exit 1
+export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-1000}"  # as bs sets it for itself: spinning threads make a busy machine crawl
 passed=0
 failed=0
 one() {  # name, command...: shows failures, counts the "N passed, N failed" line; a crash is a failure
