@@ -1,6 +1,13 @@
 #!/bin/sh
 # What the documents say against what the program does, and the sources against their own map and limits.
 # Usage: tests/test_docs.sh PROGRAM [ROOT]; ROOT (default: here) lets a broken copy be checked. Ends with "N passed, N failed".
+if [ "$1" = --number ]; then  # a map's lines follow the sections, so they are numbered in turn
+  awk 'FNR == NR { if (/^\/\/ ---- / || /^#include "parts\//) at[++n] = FNR; next }
+    /^#include/ { over = 1 } /The map/ { on = 1 }
+    on && !over && /^\/\/   *([0-9]+ +)?[^ ]+( [^ ]+)*   *[^ ]/ { sub(/^\/\/ *([0-9]+ +)?/, ""); $0 = sprintf("// %5d  %s", at[++i], $0) }
+    { print }' bs.cu bs.cu >bs.cu.numbered && mv bs.cu.numbered bs.cu
+  exit
+fi
 bs=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 set -- "$bs" "${2:-.}"
 . tests/cli.sh
@@ -31,7 +38,7 @@ while IFS= read -r line; do  # the shell's own syntax: quotes and all
 done <"$tmp/commands"
 [ "$(wc -l <"$tmp/commands")" -ge 20 ]
 ok "documents: at least 20 commands were found" $?
-grep -o -- '`\./bs[^`]*`' $docs | sed 's/^[^`]*`\.\/bs\(-cpu\)\{0,1\}//; s/`$//' | sort -u >"$tmp/inline"
+grep -o -- '`\./bs[^`]*`' $docs NOTES.md | sed 's/^[^`]*`\.\/bs\(-cpu\)\{0,1\}//; s/`$//' | sort -u >"$tmp/inline"
 while IFS= read -r line; do
   (eval "\"\$bs\" $line --help") >"$tmp/out" 2>&1
   ok "documents, in a sentence: ./bs$line" $?
@@ -41,7 +48,7 @@ done <"$tmp/inline"
 grep -oh -- '--[a-z][a-z-]*' $docs | sort -u | while read -r option; do
   grep -q -e "^  $option " "$tmp/help" || echo "$option is in no help"
 done | none "documents: options exist"
-sed -n 's/^  \(--[a-z-]*\) /\1 /p' "$tmp/help" | sort >"$tmp/options"
+sed -n 's/^  \(--[a-z-]*\)/\1 /p' "$tmp/help" | sort >"$tmp/options"
 [ "$(wc -l <"$tmp/options")" -ge 30 ]
 ok "--help lists its options" $?
 # A name, at most one word of what it takes (capitals, alternatives, examples), then the text.
@@ -74,14 +81,23 @@ diff "$tmp/en" "$tmp/zh" | none "the two READMEs: the same commands in the same 
 [ "$(grep -c '^## ' LABS.md)" -eq 8 ]
 ok "LABS.md has eight labs" $?
 
-# The map in bs.cu's header: each line names a section ("// ---- Name: ...") or a part, and it is the order of the file.
-sed -n 's/^\/\/   \([A-Za-z/.][A-Za-z/. ]*[A-Za-z.]\)   *[^ ].*/\1/p' bs.cu |
-  awk '{ sub(/^the /, ""); print tolower($0) }' | grep -v '^\(nvcc\|cc\|\.\/bs\)' >"$tmp/map"
-sed -n 's/^\/\/ ---- \(.*\)/\1/p; s/^#include "\(parts\/.*\)"/\1/p' bs.cu |
-  awk '/^parts\// { print; next } { sub(/[:.,(].*/, ""); sub(/^(The|A) /, ""); print tolower($0) }' >"$tmp/sections"
+# The map in bs.cu's header names each section ("// ---- Name: ...") and each part, in the order of the file, each after the
+# line where it stands (checked where the map gives one; tests/test_docs.sh --number renews them).
+where() {  # "line name" of every section and part
+  awk '/^#include "parts\// { split($0, a, "\""); print FNR, a[2]; next }
+    /^\/\/ ---- / { sub(/^\/\/ ---- /, ""); sub(/[:.,(].*/, ""); sub(/^(The|A) /, ""); print FNR, tolower($0) }' bs.cu
+}
+map() {  # "line name", or "- name", of every line of the map
+  awk '/^#include/ { exit } /The map/ { on = 1 } !on || !/^\/\/   *[^ ]/ { next }
+    { sub(/^\/\/ */, ""); n = "-" } /^[0-9]/ { n = $1; sub(/^[0-9]* */, "") }
+    /^[^ ]+( [^ ]+)*   *[^ ]/ { sub(/   *.*/, ""); print n, tolower($0) }' bs.cu
+}
+where >"$tmp/where"
+map >"$tmp/map"
 [ "$(wc -l <"$tmp/map")" -ge 15 ]
 ok "bs.cu: a map was found" $?
-diff "$tmp/map" "$tmp/sections" | none "bs.cu: the map (<) and the sections (>) in order"
+if ! grep -q '^[0-9]' "$tmp/map"; then sed -i 's/^[0-9]*/-/' "$tmp/where"; fi
+diff "$tmp/map" "$tmp/where" | none "bs.cu: the map (<) and the sections (>), in order"
 for part in parts/*.h; do
   [ "$(cat bs.cu model.h parts/*.h | grep -c "^#include \"$part\"")" -eq 1 ] || echo "$part"
 done | none "each part is included exactly once"
