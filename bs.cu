@@ -7,26 +7,32 @@
 //   ./bs                                    measures batch 1, 2, 4, ... and writes plots/
 //
 // The map, top to bottom. What a first reading can skip is in parts/, included where it stands:
-//   rows, Backend       what a run measures and decides; a device is a struct of functions
-//   platform, ceilings  memory by purpose; how fast this device can read and multiply
-//   requests, KV cache  what a client wants; blocks of 16 tokens and who holds them
-//   engine              a model on a device, with steps in flight
-//   roofline            the work of a step, counted
-//   scheduler           static, bucketed, continuous: who runs in the next step
-//   engine loop         plan, submit, collect
-//   CPU backend         submit = forward_cpu
-//   parts/sim.h         a device on a virtual clock; GPUs by name
-//   parts/kernels.h     the forward pass as CUDA kernels, and the GPU backend
-//   weights             from a checkpoint to what the device wants
-//   metrics, knee       percentiles; the walk that finds the working point
-//   parts/interop.h     other tools' measurements and traces in, their options out
-//   parts/report.h      sweep.csv, config.json, compare.csv, the tables
-//   parts/options.h     one table for parser and --help
-//   sweep               one row per batch size
-//   parts/plots.h       drawn by us, encoded by stb_image_write
-//   parts/tokenizer.h   text to tokens and back
-//   commands            sweep, generate; knee and plan are in parts/plan.h
-//   streams, compare    one stream of requests through every policy; main
+//    52  rows and Backend   what a run measures and decides; a device is a struct of functions
+//   180  platform shim      memory by purpose
+//   315  ceilings           how fast this device can read and multiply
+//   394  requests           what a client wants, and where it stands
+//   423  KV cache           blocks of 16 tokens and who holds them
+//   483  engine             a model on a device, with steps in flight
+//   615  roofline           the work of a step, counted
+//   661  scheduler          static, bucketed, continuous: who runs in the next step
+//  1018  engine loop        plan, submit, collect
+//  1185  CPU backend        submit = forward_cpu
+//  1293  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1296  parts/kernels.h    the forward pass as CUDA kernels, and the GPU backend
+//  1301  weights            from a checkpoint to what the device wants
+//  1397  metrics            percentiles
+//  1431  knee               the walk that finds the working point
+//  1532  parts/interop.h    other tools' measurements and traces in, their options out
+//  1533  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1535  parts/options.h    one table for parser and --help
+//  1537  sweep              one row per batch size
+//  1679  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1680  parts/tokenizer.h  text to tokens and back
+//  1682  commands           a device, a model, defaults; bs sweep
+//  1884  parts/plan.h       bs plan and bs knee
+//  1913  streams            lengths and arrivals, drawn or from a trace
+//  1945  compare            one stream of requests through every policy
+//  2442  parts/generate.h   bs generate; then main
 //
 // It refuses what it cannot do right: see README.md. "Article 1" and "article 2" are the two that
 // NOTES.md names.
@@ -43,6 +49,8 @@
 #include <stb_image_write.h>
 #pragma GCC diagnostic pop
 
+// ---- Rows and Backend: what a run measures and decides, before how. Read SweepRow and Backend.
+
 typedef struct {
   double p50, p95, p99;
   int n;
@@ -50,8 +58,7 @@ typedef struct {
 typedef enum { ROW_OK, ROW_SKIPPED, ROW_OOM } RowStatus;
 typedef enum { BOUND_WEIGHTS, BOUND_KV, BOUND_COMPUTE, BOUND_OVERHEAD } Bound;
 
-typedef struct {  // one line of sweep.csv; NaN (or 0 for ints) = undefined, written as an empty
-                  // cell
+typedef struct {  // one line of sweep.csv; NaN (or 0 for ints): undefined, an empty cell
   int batch, input_len, output_len, repeats;
   RowStatus status;
   char reason[160];  // why it was skipped, e.g. "KV needs 9.1 GiB, 6.2 GiB left"
@@ -78,8 +85,7 @@ typedef struct {
   int working, start;  // row indices; -1 = none
   int second_opinion;  // row index of the largest efficient batch; -1 = none
   StopRule rule;
-  char why[200];  // one sentence for a person, e.g. "batch 128 would break the TPOT SLO: P95 31.0
-                  // ms > 25.0 ms"
+  char why[200];  // for a person: "batch 128 would break the TPOT SLO: P95 31 ms > 25 ms"
 } Knee;
 
 typedef struct {  // everything a plot needs
@@ -159,7 +165,7 @@ typedef struct {
   void (*upload)(void* to, const void* from, size_t bytes);
   int row_multiple;             // rows of a matrix are padded to this
   int key_multiple;             // K of a cached key is padded to this
-  int kv_size;                  // bytes of a number in the cache
+  int kv_size;                  // bytes of a number in the cache: CPU 4, GPU 2 (fp8: bs plan only)
   int (*slices)(int n, int k);  // see Matrix; NULL = never
   bool (*fill)(Matrix* m, const Tensor* from, RowMap map, bool packed);
   bool (*engine_open)(Engine* e);  // working memory; false when it does not fit
@@ -212,6 +218,16 @@ static void die(const char* format, ...) {
   fprintf(stderr, "\n");
   va_end(args);
   exit(1);
+}
+
+// Writes one line for a person. Always false, for `return say(...)` where something is refused.
+__attribute__((format(printf, 3, 4))) static bool say(char* to, size_t n, const char* text, ...) {
+  va_list args;
+  va_start(args, text);
+  vsnprintf(to, n, text, args);
+  va_end(args);
+  for (char* end; (end = strchr(to, '\n')) != NULL;) *end = ' ';
+  return false;
 }
 
 static void* xcalloc(size_t n, size_t size) {  // host memory whose size we chose; zeroed
@@ -390,9 +406,12 @@ typedef struct {
   float temperature;  // 0 = greedy
   Status status;      // QUEUED: waits, has not arrived yet, or was preempted
   int slot;           // place in the running batch; -1 = none
+  // Where it stands: n_new <= n_ordered, n_given <= n_read. A prompt of 5 padded to 8 has n_given 5
+  // and n_read 8; once read, n_cached is 8 and becomes 5 again, so that new tokens overwrite the
+  // padding. Preempted with 3 new tokens, it comes back with n_given 8.
   int n_given;    // tokens that the host hands over: the prompt and, after a preemption, the rest
   int n_read;     // n_given, or with padding the longest prompt of its static batch
-  bool reading;   // not all of n_read is computed yet
+  bool reading;   // in prefill: not all of n_read is computed yet
   int n_cached;   // positions whose KV is in the cache or on its way there
   int n_ordered;  // new tokens asked of the device; those not yet collected are known only there
   int n_new;      // new tokens collected
@@ -401,8 +420,8 @@ typedef struct {
   int span;  // its latest stay in a slot
 } Request;
 
-// ---- The KV cache in blocks of 16 tokens, a block table per slot (PagedAttention, Kwon et al.
-// 2023; article 2, section 4.3). A sequence takes a block when it grows into it and returns all of
+// ---- The KV cache: blocks of 16 tokens, a block table per slot (PagedAttention, Kwon et al. 2023;
+// article 2, section 4.3). A sequence takes a block when it grows into it and returns all of
 // them when it leaves: no reservation, no fragmentation.
 
 typedef struct {
@@ -469,8 +488,8 @@ static size_t kv_bytes_per_token(const Config* c, int kv_size) {  // kv_size: by
 enum { IN_FLIGHT = 2 };
 static const double GIB = 1073741824.0, MIB = 1048576.0;
 
-// Batch sizes that a recorded step exists for; a smaller batch is padded (GPU). Exact up to 8
-// tokens, then coarser.
+// On a GPU a decode step is a recorded CUDA graph, one launch for all kernels. Recordings exist for
+// these batch sizes, exact up to 8 and then coarser; a batch between two is padded to the larger.
 static int graph_size(int n_tokens) {
   int step = n_tokens <= 8 ? 1 : n_tokens <= 64 ? 8 : 32;
   return (n_tokens + step - 1) / step * step;
@@ -512,7 +531,7 @@ static void engine_kv_bytes(const Device* d, const Config* c, EngineSize s, size
                             size_t* v_bytes) {
   size_t blocks =
       s.n_blocks ? (size_t)s.n_blocks : (size_t)s.max_slots * blocks_for(s.max_positions);
-  size_t wide =
+  size_t wide =  // a key as it is stored
       (c->head_dim + d->api->key_multiple - 1) / d->api->key_multiple * d->api->key_multiple;
   size_t rows = blocks * KV_BLOCK * c->n_layers * c->n_kv_heads;
   *k_bytes = rows * wide * d->api->kv_size;
@@ -608,11 +627,11 @@ static Work count_work(const Config* c, const Batch* b, int kv_size) {
   double layer = D * qkv_width(c) + att * D + 3 * D * c->hidden_dim,
          kv = (double)kv_bytes_per_token(c, kv_size);
   Work w = {0, 0, 0, 0};
+  // A weight is 2 bytes, read once a step, and 2 FLOPs, done once a token: one number for both.
   double body = 2 * c->n_layers * layer, head = b->n_rows ? 2 * V * D : 0;
   w.weight_bytes = body + head + 2.0 * b->n_tokens * D;
   w.noreuse_bytes = body * b->n_tokens + head * b->n_rows;
-  w.flops =
-      body * b->n_tokens + head * b->n_rows;  // 2 bytes and 2 FLOPs per weight: the same number
+  w.flops = body * b->n_tokens + head * b->n_rows;
   for (int t = 0; t < b->n_tokens; t++) {
     bool last_of_run = t + 1 == b->n_tokens || b->slot[t + 1] != b->slot[t];
     w.kv_bytes += kv + (last_of_run ? kv * b->pos[t] : 0);
@@ -707,7 +726,7 @@ typedef struct {
   int n_groups;      // static batches so far
   int first_span;    // of this run
   int n_begun;       // spans whose first step has been collected
-  bool together;     // static or bucketed
+  bool together;     // static or bucketed: requests start together and leave together
 } Scheduler;
 
 enum { BUCKET_WIDTH = 128 };      // prompt tokens, as in article 1, section 4
@@ -777,7 +796,7 @@ static void drop_late(Scheduler* s, double t) {
   for (int i = 0; i < s->n_running; i++) {
     Request* r = &s->w->requests[s->running[i]];
     if (r->status != RUNNING || r->arrival + timeout + TICK >= t) continue;
-    r->status = TIMED_OUT;
+    r->status = TIMED_OUT;  // retire() frees its slot
     span_of(s, r)->finish = t;
     s->stats->timed_out++;
   }
@@ -866,6 +885,8 @@ static void admit(Scheduler* s, double t) {
   }
   while (s->n_queue > 0 && s->n_running < s->limit && s->n_free > 0) {
     const Request* r = &s->w->requests[s->queue[0]];
+    // Some blocks stay free, so that those who run can grow before anyone must be preempted. Who
+    // does not fit holds up those behind: nobody overtakes, so nobody starves (LABS.md, lab 7).
     int n_read = r->n_prompt + r->n_new, left = s->e->blocks.n_free - blocks_for(n_read);
     double kept = s->n_running > 0 ? s->e->blocks.n_blocks * l->kv_watermark_pct / 100 : 0;
     if (left < kept) return;
@@ -1051,7 +1072,7 @@ static double next_event(const Scheduler* s) {
   double t = s->n_arrived < s->w->n ? s->w->requests[s->n_arrived].arrival : INFINITY;
   if (s->n_queue == 0) return t;
   const Request* oldest = &s->w->requests[s->queue[0]];
-  t = s->together ? fmin(t, oldest->arrival + l->batch_wait_s) : 0;
+  t = s->together ? fmin(t, oldest->arrival + l->batch_wait_s) : 0;  // continuous: at once
   if (l->timeout_s > 0) t = fmin(t, oldest->arrival + l->timeout_s + 2 * TICK);
   return t;
 }
@@ -1122,6 +1143,8 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
     planned_init(&planned[i], w->limits.step_tokens + w->limits.max_batch, w->limits.max_batch);
   double previous_end = stats->start, began = now();
   bool cut = false;
+  // One turn: who has arrived, gave up, is done; who starts; plan and submit a step. Then collect
+  // the oldest, when `depth` steps are in flight or none could be submitted. Idle: wait.
   for (;;) {
     double t = api->clock(e) - stats->start;
     bool in_flight = submitted > collected, more = false;
@@ -1159,7 +1182,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
   return !cut;
 }
 
-// ---- The CPU as a device: a step is done when submit returns.
+// ---- CPU backend: a device whose step is done when submit returns. Its twin: parts/kernels.h.
 
 // A tile of 8 rows, which every RowMap keeps together, is turned in the L1 cache: rows are read and
 // columns are written in runs.
@@ -1275,7 +1298,7 @@ static const Backend cpu_backend = {
 static const Backend* cuda_backend = NULL;  // built without nvcc
 #endif
 
-// ---- From a Model (where the numbers are) to Weights (where the device wants them).
+// ---- Weights: from a Model (where the numbers are) to where and how the device wants them.
 
 // Allocates an [n, k] matrix, rows padded to what the kernels read; false when it does not fit.
 static bool matrix_open(Weights* w, Device* d, Matrix* m, int n, int k, bool sliced) {
@@ -1371,16 +1394,6 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
 
 #define BS_VERSION "0.1.0"
 
-// Writes one line for a person. Always false, for `return say(...)` where something is refused.
-__attribute__((format(printf, 3, 4))) static bool say(char* to, size_t n, const char* text, ...) {
-  va_list args;
-  va_start(args, text);
-  vsnprintf(to, n, text, args);
-  va_end(args);
-  for (char* end; (end = strchr(to, '\n')) != NULL;) *end = ' ';
-  return false;
-}
-
 // ---- Metrics: a mean hides the requests that waited, and large batches hurt the tail first, so
 // latency is reported as percentiles (article 1, section 3: "P95 or P99, not only the average").
 
@@ -1432,7 +1445,7 @@ static double per_doubling(double x, double y, const SweepRow* from, const Sweep
 // compares false and breaks nothing.
 static bool may_step_on(const SweepRow* rows, int i, KneeRules rules, Knee* k) {
   const SweepRow* r = &rows[i];
-  const char* slo_text = "batch %d would break the %s SLO: P%d %.2f ms > %g ms";
+  const char* slo_text = "batch %d would break the %s SLO: P%d %.4g ms > %g ms";
   size_t size = sizeof k->why;
   int q = rules.percentile;
   double ttft = at_percentile(r->ttft, q);
@@ -1666,7 +1679,7 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
 #include "parts/plots.h"
 #include "parts/tokenizer.h"
 
-// ---- Commands.
+// ---- Commands: what they share (a device, a model, defaults, files), then bs sweep.
 
 // One line and an exit status: 1 failed, 2 refused before any work, since it can never run.
 static int give_up(int status, const char* why) {
@@ -1725,18 +1738,18 @@ static bool byte_level(const Config* c) {
 }
 
 // What the command line left open, by device: a sweep should take a minute or so.
-static void fill_defaults(Options* o, const Config* c, bool cuda) {
-  const char* input = cuda ? "lognormal:128,0.8@1024" : "lognormal:32,0.8@256";
-  const char* output = byte_level(c) ? "512" : cuda ? "exp:128@1024" : "exp:32@256";
+static void fill_defaults(Options* o, const Config* c, bool gpu) {  // a real or a simulated one
+  const char* input = gpu ? "lognormal:128,0.8@1024" : "lognormal:32,0.8@256";
+  const char* output = byte_level(c) ? "512" : gpu ? "exp:128@1024" : "exp:32@256";
   if (!o->input_text) parse_dist(o->input_text = input, &o->input);
   if (!o->output_text) parse_dist(o->output_text = output, &o->output);
-  if (!o->max_batch) o->max_batch = cuda ? 32 : 8;
-  if (!o->n_requests && !o->trace) o->n_requests = cuda ? 256 : 64;
+  if (!o->max_batch) o->max_batch = gpu ? 32 : 8;
+  if (!o->n_requests && !o->trace) o->n_requests = gpu ? 256 : 64;
   if (isnan(o->temperature)) o->temperature = o->command == CMD_COMPARE;
-  if (!o->input_len) o->input_len = cuda ? 128 : 32;
-  if (!o->output_len) o->output_len = o->command == CMD_GENERATE ? 512 : cuda ? 128 : 32;
-  if (!o->step_tokens) o->step_tokens = cuda ? 4096 : 256;
-  if (!o->repeats) o->repeats = cuda ? 3 : 1;
+  if (!o->input_len) o->input_len = gpu ? 128 : 32;
+  if (!o->output_len) o->output_len = o->command == CMD_GENERATE ? 512 : gpu ? 128 : 32;
+  if (!o->step_tokens) o->step_tokens = gpu ? 4096 : 256;
+  if (!o->repeats) o->repeats = gpu ? 3 : 1;
 }
 
 // The directory and those above it.
@@ -1897,7 +1910,7 @@ static int read_prompts(const char* path, const char** prompts, char* err) {
   return n > 0 ? n : -1;
 }
 
-// ---- A stream of requests: lengths and arrivals, drawn or from a trace.
+// ---- Streams: requests with lengths and arrivals, drawn or from a trace (article 1, section 4).
 
 // Uniform in (0, 1); a sequence per seed.
 static double next_uniform(uint32_t* state) {
@@ -2183,7 +2196,8 @@ static void measure_variance(Comparison* c) {
   static const char* const names[] = {"all %g", "uniform %g-%g", "uniform %g-%g", "exp %g",
                                       "lognormal %g, %g"};
   o.rate = 0;
-  o.n_requests -= o.n_requests % c->limits.max_batch;  // whole batches only
+  int batch = c->limits.max_batch;  // whole batches only, three are enough
+  o.n_requests = o.n_requests < 3 * batch ? o.n_requests - o.n_requests % batch : 3 * batch;
   o.input.a = round(mean_length(&o.input));
   o.input.kind = DIST_FIXED;
   snprintf(c->variance_name, sizeof c->variance_name,
@@ -2425,112 +2439,7 @@ static int cmd_compare(Session* s, const Options* o) {
   return status;
 }
 
-// What the new tokens say, up to the one that ended them; special tokens are no text. To be freed.
-static char* decode(const Tokenizer* t, const Request* r, size_t* length) {
-  const int *ids = r->tokens + r->n_prompt, n = r->n_new - r->ended;
-  *length = 0;
-  for (int i = 0; i < n; i++) *length += (size_t)t->tokens[ids[i]].n;
-  char *text = (char*)xcalloc(*length + 1, 1), *to = text;
-  for (int i = 0; i < n; i++) {
-    const Token* token = &t->tokens[ids[i]];
-    if (token->special || token->n == 0) continue;
-    memcpy(to, token->text, (size_t)token->n);
-    to += token->n;
-  }
-  *length = (size_t)(to - text);
-  return text;
-}
-
-static void print_continuation(const Tokenizer* t, const Request* r, const char* prompt,
-                               bool json) {
-  size_t length;
-  char* text = decode(t, r, &length);
-  if (!json) {
-    fputs(prompt, stdout);
-    fwrite(text, 1, length, stdout);
-    fputs("\n\n", stdout);
-  } else {
-    put(stdout, JSON, "{'prompt': %s, 'text': ", prompt);
-    put_json_bytes(stdout, text, length);
-    printf(", \"ids\": [");
-    for (int i = 0; i < r->n_new; i++) printf("%s%d", i ? ", " : "", r->tokens[r->n_prompt + i]);
-    printf("], \"finish\": \"%s\"}\n", r->ended                ? "eos"
-                                       : r->status == FINISHED ? "length"
-                                                               : "interrupted");
-  }
-  free(text);
-}
-
-// Prompt i as a request. False: err says why it can never run.
-static bool prompt_request(Request* r, const Tokenizer* t, const Config* c, const Options* o,
-                           const char* prompt, int i, char* err) {
-  const size_t bytes = strlen(prompt);
-  int* ids = (int*)xcalloc(bytes + 4, sizeof(int));
-  const int n = encode(t, prompt, bytes, ids, err), out = o->output_len;
-  const bool fits = n >= 0 && (long)n + out <= c->max_context;
-  if (n >= 0 && !fits)
-    say(err, ERR_LEN, "prompt %d has %d tokens; with %d new ones it exceeds %s's context of %d",
-        i + 1, n, out, c->name, c->max_context);
-  if (fits) {
-    make_request(r, c, n, out, (uint32_t)o->seed, i);
-    r->temperature = (float)o->temperature;
-    memcpy(r->tokens, ids, (size_t)n * sizeof(int));
-  }
-  free(ids);
-  return fits;
-}
-
-static int generate_texts(Session* s, const Options* o, const Tokenizer* t, const char** prompts,
-                          int n) {
-  char err[ERR_LEN];
-  int longest = 0, out = o->output_len;
-  Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
-  Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true, NULL};
-  for (int i = 0; i < n; i++) {
-    if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err))
-      return give_up(2, err);
-    longest = w.requests[i].n_prompt > longest ? w.requests[i].n_prompt : longest;
-  }
-  Engine e;
-  RunStats stats;
-  memset(&stats, 0, sizeof stats);
-  EngineSize size = {o->step_tokens, n, longest + out, 0};
-  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), longest + out, err))
-    return give_up(1, err);
-  if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
-  run_requests(&e, &w, INFINITY, &stats);
-  free(stats.spans);
-  for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);
-  engine_close(&e);
-  free_requests(w.requests, n);
-  weights_close(&s->weights, &s->device);
-  return interrupted ? 130 : 0;
-}
-
-static int cmd_generate(Session* s, const Options* o) {
-  char err[ERR_LEN], path[PATH_LEN];
-  const Config* c = &s->model.config;
-  const char *prompts[MAX_PROMPTS], *dir = choose_model(s, o);
-  Tokenizer t;
-  int n = o->n_prompts;
-  for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
-  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
-    return give_up(1, err);
-  snprintf(path, sizeof path, "%s/tokenizer.json", dir);
-  if (c->vocab_size != 256 && access(path, F_OK) != 0) {
-    say(err, sizeof err,
-        "generate needs a tokenizer.json beside the model, or a vocabulary of 256, which are "
-        "bytes; "
-        "%s has %d",
-        c->name, c->vocab_size);
-    return give_up(2, err);
-  }
-  if (!load_tokenizer(dir, c->vocab_size, &t, err)) return give_up(1, err);
-  const int status = generate_texts(s, o, &t, prompts, n);
-  for (int i = 0; i < n && o->prompts_file; i++) free((void*)prompts[i]);
-  free_tokenizer(&t);
-  return status;
-}
+#include "parts/generate.h"
 
 static int run_on_device(Session* s, Options* o) {
   char err[ERR_LEN];

@@ -186,28 +186,6 @@ static const Config presets[] = {
 // clang-format on
 enum { N_PRESETS = sizeof presets / sizeof presets[0] };
 
-// Score of token v when sampling: logit / temperature plus Gumbel noise from a hash. Shared by both
-// devices.
-BS_HD static inline float gumbel_score(float logit, float temperature, uint32_t seed, int v) {
-  float u = ((float)(hash32(seed ^ hash32((uint32_t)v)) >> 8) + 0.5f) / 16777216.0f;
-  return logit / temperature - logf(-logf(u));
-}
-
-// Where row r of a stored tensor goes in a matrix. Rows whose results are combined in pairs, i with
-// i + pair / 2 (the two halves of a rotated head; gate and up), lie 8 apart, because that is how
-// far apart one lane of a matrix unit holds two results.
-typedef struct {
-  int first;  // row of the matrix where the tensor begins, before pairing
-  int pair;   // rows in which pairs are formed; 0 = rows just follow each other
-} RowMap;
-
-BS_HD static inline int map_row(RowMap m, int r) {
-  r += m.first;
-  if (m.pair == 0) return r;
-  int half_pair = m.pair / 2, i = r % m.pair;
-  return r - i + i % half_pair / 8 * 16 + i / half_pair * 8 + i % 8;
-}
-
 // A preset's tensors: each has a seed of its own and a scale that keeps activations near 1.
 static Tensor random_tensor(uint32_t* seed, int rows, int cols) {
   Tensor t = {NULL, DT_F16, hash32(++*seed), sqrtf(3.0f / cols), rows, cols};
@@ -244,9 +222,9 @@ static const Config* find_preset(const char* name) {
 #include "parts/loader.h"
 
 // ---- The model on a device. A Matrix is one linear layer, y[T, n] = x[T, k] . w[n, k]^T; how w
-// lies in memory is the device's business (panel_index below, packed_index in bs.cu), which rows it
-// has is not: q, k and v are one matrix, gate and up are another, both with their rows in pairs
-// (RowMap).
+// lies in memory is the device's business (panel_index below, packed_index in parts/kernels.h),
+// which rows it has is not: q, k and v are one matrix, gate and up are another, both with their
+// rows in pairs (RowMap).
 
 typedef struct {
   f16* w;
@@ -254,6 +232,21 @@ typedef struct {
   int slices;  // GPU: K is summed in this many pieces, in order; depends on (n, k) alone (see
                // kernels)
 } Matrix;
+
+// Where row r of a stored tensor goes in a matrix. Rows whose results are combined in pairs, i with
+// i + pair / 2 (the two halves of a rotated head; gate and up), lie 8 apart, because that is how
+// far apart one lane of a matrix unit holds two results.
+typedef struct {
+  int first;  // row of the matrix where the tensor begins, before pairing
+  int pair;   // rows in which pairs are formed; 0 = rows just follow each other
+} RowMap;
+
+BS_HD static inline int map_row(RowMap m, int r) {
+  r += m.first;
+  if (m.pair == 0) return r;
+  int half_pair = m.pair / 2, i = r % m.pair;
+  return r - i + i % half_pair / 8 * 16 + i / half_pair * 8 + i % 8;
+}
 
 typedef struct {
   Matrix qkv;        // [(H + 2G) K, D], paired within each head
@@ -279,8 +272,8 @@ typedef struct {
 
 enum { KV_BLOCK = 16, MAX_HEAD_DIM = 128 };  // tokens in a block of the paged KV cache; largest K
 
-// The GPU keeps keys and values in fp16, in an order of its own (bs.cu). The CPU, the oracle, keeps
-// them as floats.
+// The GPU keeps keys and values in fp16, in an order of its own (parts/kernels.h). The CPU, the
+// oracle, keeps them as floats.
 typedef struct {
   void* k;           // CPU: [L, blocks, G, K, 16], so that 16 scores are one vector
   void* v;           // CPU: [L, blocks, G, 16, K]
@@ -290,7 +283,8 @@ typedef struct {
 } KVCache;
 
 // One step's work: a FLAT list of tokens, decode tokens and prompt chunks alike; there is no [B, T]
-// tensor and no padding. A slot's tokens stand together, positions ascending.
+// tensor. A static batch's padding is tokens like any other, since it is computed like any other.
+// A slot's tokens stand together, positions ascending.
 typedef struct {
   int n_tokens;  // T
   int n_rows;  // R: tokens whose logits are wanted (the last one of each sequence that is to grow)
@@ -354,7 +348,7 @@ static inline void vec_store(float* p, vec v) {
   memcpy(p, &v, sizeof v);
 }
 
-static inline vec vec_set(float f) {
+static inline vec vec_set(float f) {  // a scalar with a vector: the compiler repeats the scalar
   return f - (vec){0};
 }
 
@@ -551,6 +545,7 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
   const Config* c = &w->config;
   int head_dim = c->head_dim, heads = c->n_heads / c->n_kv_heads, length = b->pos[t] + 1;
   float scale = 1.0f / sqrtf((float)head_dim);
+  // Scores: a block's 16 keys at once, each key read once for all query heads that share it.
   for (int p = 0; p < length; p += KV_BLOCK) {
     const float* k = (const float*)kv->k + kv_index(c, kv, layer, b->slot[t], p, g);
     for (int h = 0; h < heads; h++) {
@@ -562,6 +557,7 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
       }
     }
   }
+  // Softmax over the positions.
   for (int h = 0; h < heads; h++) {
     float* s = scores + (size_t)h * positions;
     float max = s[0];
@@ -578,6 +574,7 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
     float inverse = 1.0f / vec_sum(total);
     for (int p = 0; p < length; p++) s[p] *= inverse;
   }
+  // The values, weighted.
   for (int p = 0; p < length; p++) {
     const float* v = (const float*)kv->v + kv_index(c, kv, layer, b->slot[t], p, g) +
                      (size_t)(p % KV_BLOCK) * head_dim;
@@ -594,7 +591,7 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
 // hidden[F] = silu(gate) * up, from paired rows. SwiGLU, Shazeer 2020.
 static void swiglu(float* hidden, const float* gate_up, int hidden_dim) {
   for (int i = 0; i < hidden_dim; i += 8) {
-    float silu[16] = {0};
+    float silu[16] = {0};  // 8 are used; with AVX-512 a vector is 16
     memcpy(silu, gate_up + 2 * i, 8 * sizeof(float));
     for (int j = 0; j < 8; j += LANES) {
       vec gate = vec_load(silu + j);
@@ -659,6 +656,13 @@ static void forward_cpu(const Weights* w, const KVCache* kv, const Batch* b, Cpu
   }
   norm_rows(s->normed, s->x, w->final_norm, b->row, b->n_rows, c);
   matmul_cpu(logits, s->normed, &w->head, b->n_rows);
+}
+
+// Score of token v when sampling: logit / temperature plus Gumbel noise from a hash. Shared by both
+// devices.
+BS_HD static inline float gumbel_score(float logit, float temperature, uint32_t seed, int v) {
+  float u = ((float)(hash32(seed ^ hash32((uint32_t)v)) >> 8) + 0.5f) / 16777216.0f;
+  return logit / temperature - logf(-logf(u));
 }
 
 // The token that a row of logits gives: the largest score, the lowest id among equals. Twin:

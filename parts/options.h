@@ -247,8 +247,9 @@ static bool set_option(Options* o, const Option* opt, const char* text, char* er
     char range[80] = "";
     const char* order = opt->type == LIST ? ", ascending, at most 32 of them," : "";
     if (opt->hi > 0)
-      snprintf(range, sizeof range, opt->hi < 1e15 ? "%s from %g to %.0f" : "%s from %g to %g",
-               order, opt->lo, opt->hi);
+      snprintf(range, sizeof range,
+               opt->hi < 1e15 ? "%s from %.9g to %.0f" : "%s from %.9g to %.9g", order, opt->lo,
+               opt->hi);
     return say(err, ERR_LEN, "%s '%.80s': allowed is %s%s", opt->name, text, opt->arg, range);
   }
   if (opt->type == INT) *(int*)field = (int)values[0];
