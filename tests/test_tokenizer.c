@@ -101,6 +101,8 @@ static void test_refusals(void) {
        "post_processor: "},
       {"lstrip\": false", "lstrip\": true", "added_tokens: lstrip: is not supported"},
       {"\"<tab>\"", "\"\"", "added_tokens: "},
+      {"\"id\": 259", "\"id\": 97", "added_tokens: 97: is another token already"},
+      {"\"id\": 259", "\"id\": 258", "added_tokens: 258: is another token already"},
       {"\"ab\": 256", "\"ab\": 260", "vocab: \"ab\": 260"},
       {"\"ab\": 256", "\"ab\": -1", "must be an id below the model's vocab_size 260"},
       {"\"ab\": 256", "\"ab\": 7", "vocab: 7: is there twice"},
