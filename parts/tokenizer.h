@@ -181,6 +181,7 @@ static int compare_pairs(const void* a, const void* b) {
 
 static const Merge* find_merge(const Tokenizer* t, int left, int right) {
   const Merge key = {(uint64_t)left << 32 | (uint32_t)right, 0, 0};
+  if (t->n_merges == 0) return NULL;  // bytes have none, and bsearch wants a table
   return (const Merge*)bsearch(&key, t->merges, (size_t)t->n_merges, sizeof(key), compare_pairs);
 }
 

@@ -75,7 +75,7 @@ static void test_small(void) {
   free_tokenizer(&t);
   // Without a file a model of 256 ids has bytes.
   CHECK(load_tokenizer("/nowhere", 256, &t, err), "%s", err);
-  CHECK(encode(&t, "a\xff ", 3, ids, err) == 3 && ids[0] == 'a' && ids[1] == 255 && ids[2] == 32);
+  CHECK(encode(&t, "ab\xff ", 4, ids, err) == 4 && ids[0] == 'a' && ids[2] == 255 && ids[3] == 32);
   free_tokenizer(&t);
   CHECK(!load_tokenizer("/nowhere", 257, &t, err) && strstr(err, "tokenizer.json: open"), "%s",
         err);
