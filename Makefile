@@ -16,9 +16,12 @@ WARN = -Wall -Wextra -Werror
 C = $(CC) -x c -std=c11 -D_POSIX_C_SOURCE=200809L -ffp-contract=fast $(NATIVE) $(OPENMP) $(WARN) -isystem $(STB)
 SANITIZE = -fsanitize=address,undefined -fno-sanitize-recover=all -g
 
-GENCODE_all = $(foreach a,75 80 86 89 90 100 120,-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_120,code=compute_120
-GENCODE_here = $(if $(shell nvidia-smi -L 2>/dev/null),-arch=native,$(GENCODE_all))
-GENCODE = $(if $(ARCH),$(if $(filter all,$(ARCH)),$(GENCODE_all),-arch=$(ARCH)),$(GENCODE_here))
+GENCODE_all = $(foreach a,75 80 86 89 90a 100 120,-gencode arch=compute_$(a),code=sm_$(a)) -gencode arch=compute_120,code=compute_120
+# Hopper's wgmma needs code for sm_90a, which -arch=native does not make.
+CAPABILITY = $(firstword $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null))
+GENCODE_sm_90a = -gencode arch=compute_90a,code=sm_90a
+GENCODE_here = $(if $(CAPABILITY),$(if $(filter 9.0,$(CAPABILITY)),$(GENCODE_sm_90a),-arch=native),$(GENCODE_all))
+GENCODE = $(if $(ARCH),$(or $(GENCODE_$(ARCH)),-arch=$(ARCH)),$(GENCODE_here))
 HOST = -ffp-contract=fast $(NATIVE) $(OPENMP) $(WARN)
 NV = $(NVCC) -O3 -std=c++17 --threads 0 $(GENCODE) $(addprefix -Xcompiler=,$(HOST)) -isystem $(STB)
 

@@ -374,6 +374,7 @@ static void device_close(Device* d) {
   d->list = NULL;
   d->cap_list = 0;
 }
+
 // ---- Requests: what a client asks for, and where it stands.
 
 enum { MOST_TOKENS = 1000000 };  // of one prompt or output
@@ -641,13 +642,11 @@ static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, doubl
 // ---- Scheduler: who runs in the next step. Three policies, one mechanism; they differ in admit().
 //
 //   static      a fixed batch (article 1, section 1): waits until it is full, pads all prompts to
-//   the
-//               longest, computes every row until the longest output ends, reserves KV for the
-//               worst
+//               the longest, computes every row until the longest output ends, reserves KV for
+//               the worst case
 //   bucketed    the same among requests of similar prompt length (article 1, section 4)
-//   continuous  every step admits into free slots; who is done leaves at once (Yu et al., Orca,
-//   2022;
-//               article 2, section 4.3)
+//   continuous  every step admits into free slots; who is done leaves at once (Orca, Yu et al.
+//               2022; article 2, section 4.3)
 //
 // Padding and finished rows are really computed: they are the phenomenon.
 
@@ -991,6 +990,7 @@ static void plan_step(Scheduler* s, Planned* p) {
     while (r->reading && b->n_tokens < s->w->limits.step_tokens) batch_add(s, p, s->running[i]);
   }
 }
+
 // ---- The engine loop: plan, submit, collect. Steps are queued ahead, since the next one does not
 // depend on which tokens the last one sampled - unless one of them may be an end token.
 
@@ -1409,8 +1409,9 @@ static double at_percentile(Percentiles p, int percentile) {
   return percentile == 50 ? p.p50 : percentile == 95 ? p.p95 : p.p99;
 }
 
-// Knee: which batch size to run. Not the largest that fits: the last one before memory, the latency
-// target or the tail gives way, or the one where throughput stops paying (article 1, section 5).
+// ---- Knee: which batch size to run. Not the largest that fits: the last one before memory, the
+// latency target or the tail gives way, or the one where throughput stops paying (article 1,
+// section 5).
 
 static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end"};  // StopRule
 static const char* const status_names[] = {"ok", "skipped", "oom"};                   // RowStatus
@@ -1489,6 +1490,24 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
     if (each / first > 0.2) k.second_opinion = i;
   }
   return k;
+}
+
+// What a step takes beyond its roofline, in us: launches, waits, host. Measured once, at the first
+// row that ran; NaN without one. Roofline + this is the prediction for all others.
+static double step_overhead(const SweepRow* rows, int n) {
+  for (int i = 0; i < n; i++)
+    if (rows[i].status == ROW_OK && rows[i].step_us > 0) return rows[i].step_us - rows[i].roof_us;
+  return NAN;
+}
+
+// The largest error of that prediction, in %.
+static double prediction_error(const SweepRow* rows, int n) {
+  double worst = 0, overhead = step_overhead(rows, n);
+  for (int i = 0; i < n; i++) {
+    if (rows[i].status != ROW_OK || !(rows[i].step_us > 0)) continue;
+    worst = fmax(worst, fabs(100 * ((rows[i].roof_us + overhead) / rows[i].step_us - 1)));
+  }
+  return worst;
 }
 
 #include "parts/interop.h"
@@ -1637,6 +1656,7 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   engine_close(&e);
   return whole;
 }
+
 #include "parts/plots.h"
 #include "parts/tokenizer.h"
 
@@ -1780,12 +1800,13 @@ static int cmd_sweep(Session* s, const Options* o) {
           "interrupted after batch %d: larger ones are unknown", rows[report.n_rows - 1].batch);
     printf("\n");
     print_knee(stdout, &report);
+    print_prediction(stdout, &report);
     if (!write_config_json(o->out, &report, "fp16", o->step_tokens, err) ||
         !plot_sweep(&report, o->out, err))
       return give_up(1, err);
     printf(
         "\n%s/: sweep.csv config.json throughput.png latency.png memory.png roofline.png "
-        "frontier.png summary.png\n",
+        "frontier.png step.png summary.png\n",
         o->out);
   }
   weights_close(&s->weights, &s->device);

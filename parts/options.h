@@ -1,5 +1,5 @@
-// Options: one table gives the parser, the defaults and --help, so that they cannot disagree. What
-// may vary between runs, and what is held fixed, is article 1, section 3.
+// ---- Options: one table gives the parser, the defaults and --help, so that they cannot disagree.
+// What may vary between runs, and what is held fixed, is article 1, section 3.
 
 // Lengths of prompts and outputs: one number or a distribution.
 typedef enum { DIST_NONE, DIST_FIXED, DIST_UNIFORM, DIST_LOGNORMAL, DIST_EXP } DistKind;
@@ -176,7 +176,7 @@ static void print_help(FILE* f, int commands) {
       "bs COMMAND --help lists only what it uses; --option=VALUE works too.\n",
       f);
   for (const Option* opt = option_table; opt < option_table + N_OPTIONS; opt++) {
-    const char* format = *opt->def ? "  %-13s %-19s %s (default %s)\n" : "  %-13s %-19s %s\n";
+    const char* format = *opt->def ? "  %-18s %-21s %s (default %s)\n" : "  %-18s %-21s %s\n";
     if (commands != 0 && !(opt->commands & commands)) continue;
     fprintf(f, opt->type == HEADING ? "%s\n" : format, opt->name, opt->arg, opt->help, opt->def);
   }

@@ -250,7 +250,7 @@ static bool write_png(int w, int h, const char* dir, const char* name, char* err
 // What the charts read: from a row, then from the rules and the probe. Memory adds up part by part.
 enum { V_BATCH, V_TOK, V_ROOF, V_NOREUSE, V_WORK, V_FLOPS, V_WEIGHTS, V_KV, V_ACT, V_USED };
 enum { V_TPOT50 = 10, V_TPOT95, V_TPOT99, V_TPOT, V_TTFT50, V_TTFT95, V_TTFT99, V_SLO_TPOT };
-enum { V_SLO_TTFT = 18, V_MARK, V_LIMIT, V_BEND, V_PEAK };
+enum { V_SLO_TTFT = 18, V_MARK, V_LIMIT, V_BEND, V_PEAK, V_STEP, V_ROOF_US, V_PREDICTED };
 
 static double row_value(const SweepReport* r, int i, int v) {
   const SweepRow* w = &r->rows[i];
@@ -265,10 +265,12 @@ static double row_value(const SweepReport* r, int i, int v) {
   double ridge = r->rate / r->bandwidth;  // the roof: from the first row to the ridge and past it
   double bend = i == 0 ? work : i == 1 ? ridge : fmax(2 * ridge, work);
   double peak = fmin(bend * r->bandwidth, r->rate);
-  const double values[] = {n,     tok,  roof,  noreuse, work,  flops,  weights, kv,
-                           act,   used, p.p50, p.p95,   p.p99, chosen, f.p50,   f.p95,
-                           f.p99, slo1, slo2,  mark,    limit, bend,   peak};
-  bool ran = w->status == ROW_OK || v == V_BATCH || v >= V_SLO_TPOT;
+  double step = w->step_us, roof_us = w->roof_us;
+  double predicted = r->simulated ? NAN : roof_us + step_overhead(r->rows, r->n_rows);
+  const double values[] = {n,    tok,   roof,  noreuse, work,   flops, weights, kv,       act,
+                           used, p.p50, p.p95, p.p99,   chosen, f.p50, f.p95,   f.p99,    slo1,
+                           slo2, mark,  limit, bend,    peak,   step,  roof_us, predicted};
+  bool ran = w->status == ROW_OK || v == V_BATCH || (v >= V_SLO_TPOT && v <= V_PEAK);
   return ran && isfinite(values[v]) && values[v] > 0 ? values[v] : NAN;
 }
 
@@ -288,6 +290,8 @@ static const struct Chart {
     {"frontier.png", "time per output token, ms: left and up is better", "output tokens/s",
      "Batch %d trades %s times the time per token of batch %d for throughput", V_TPOT, V_TPOT,
      V_TOK},
+    {"step.png", "batch size", "time of a decode step, us; in %: what the prediction misses by",
+     "Batch %d takes %s times the step of batch %d", V_STEP, V_BATCH, V_STEP},
 };
 static const struct Series {
   int chart, x, y, shape, ink;  // CHARTS[chart], V_..., AS_..., INK_...
@@ -314,6 +318,9 @@ static const struct Series {
     {3, V_BEND, V_PEAK, AS_SOLID, INK_DARK, "roofline"},
     {4, V_TPOT, V_TOK, AS_SOLID, INK_BLUE, "achieved"},
     {4, V_SLO_TPOT, V_TOK, AS_LIMIT, INK_DARK, "SLO"},
+    {5, V_BATCH, V_STEP, AS_SOLID, INK_BLUE, "measured"},
+    {5, V_BATCH, V_ROOF_US, AS_DASHES, INK_DARK, "roofline"},
+    {5, V_BATCH, V_PREDICTED, AS_DOTS, INK_RED, "roofline + overhead"},
 };
 enum { N_CHARTS = sizeof CHARTS / sizeof CHARTS[0], N_SERIES = sizeof SERIES / sizeof SERIES[0] };
 
@@ -354,6 +361,9 @@ static void name_points(const Axes* a, const SweepReport* r, const struct Chart*
   for (int i = r->n_rows - 1; i >= 0; i--) {
     bool working = i == r->knee.working;
     Point p = row_point(a, r, i, chart->x, chart->y), foot = {p.x, a->in.y1 - 20};
+    double miss = 100 * (row_value(r, i, V_PREDICTED) / row_value(r, i, V_STEP) - 1);
+    if (chart->y == V_STEP && !isnan(miss) && i > 0)
+      place_label(a, p, INK_RED, format_str("%+.0f%%", miss).s);
     if (working || chart->x != V_BATCH) {
       Str batch = format_str(working ? "working point: batch %d" : "%d", r->rows[i].batch);
       place_label(a, p, working ? INK_DARK : INK_DIM, batch.s);
@@ -390,7 +400,11 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
     }
   Str ratio = format_num(row_value(r, w, c->of) / row_value(r, 0, c->of), false);
   Str title = format_str(c->finding, r->rows[w].batch, ratio.s, r->rows[0].batch);
-  if (w == 0) title = format_str("Batch %d is the working point", r->rows[w].batch);
+  if (c->y == V_STEP && !r->simulated)
+    title = format_str("Roofline + %.0f us predicts every step within %.0f%%",
+                       step_overhead(r->rows, r->n_rows), prediction_error(r->rows, r->n_rows));
+  else if (w == 0)
+    title = format_str("Batch %d is the working point", r->rows[w].batch);
   if (w > 0 && strcmp(ratio.s, "n/a") == 0) title = format_str("Not measured: %s", c->y_name);
   draw_axes(&a, sweep_title(r, title).s, c->x_name, c->y_name);
   for (int k = N_SERIES - 1; k >= 0; k--)

@@ -1,5 +1,5 @@
-// Files: sweep.csv with every row, config.json with the choice (article 1, section 6). Scripts rely
-// on the names in them: add, never rename.
+// ---- Files: sweep.csv with every row, config.json with the choice (article 1, section 6). Scripts
+// rely on the names in them: add, never rename.
 
 // Bytes of the UTF-8 character at s; 0 if a control or not UTF-8 (a byte-level model writes both).
 static int utf8_length(const unsigned char* s) {
@@ -151,8 +151,8 @@ static bool write_config_json(const char* dir, const SweepReport* s, const char*
   return result_close(&file, err);
 }
 
-// Table: one line per batch size with throughput, latency, memory and the bound side by side, since
-// no single one of them decides (article 1, section 5; article 2, section 4.4).
+// ---- Table: one line per batch size with throughput, latency, memory and the bound side by side,
+// since no single one of them decides (article 1, section 5; article 2, section 4.4).
 
 // Beside P50 stands the percentile that the rules judge by.
 static void print_table_header(FILE* f, KneeRules rules) {
@@ -193,6 +193,15 @@ static void print_knee(FILE* f, const SweepReport* s) {
   if (k->second_opinion < 0) return;
   fprintf(f, "Second opinion: batch %d, the largest", s->rows[k->second_opinion].batch);
   fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence.\n");
+}
+
+// How far a model of two numbers carries: the roofline and one measured overhead.
+static void print_prediction(FILE* f, const SweepReport* s) {
+  double overhead = step_overhead(s->rows, s->n_rows);
+  if (s->simulated || isnan(overhead)) return;
+  fprintf(f,
+          "Prediction: roofline + %.0f us, batch %d's overhead, is within %.0f%% of every step.\n",
+          overhead, s->rows[0].batch, prediction_error(s->rows, s->n_rows));
 }
 
 static PolicyResult no_result;  // all of it undefined

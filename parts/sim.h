@@ -12,19 +12,19 @@ typedef struct {
 // allow less. T4 and L4 give 1/16 of their memory to error correction, as nvidia-smi shows.
 // clang-format off
 static const SimGpu sim_gpus[] = {
-    {"3060-laptop", 6 * 0x1p30, 336e9, 26.2e12, 0},// 30 SM, 1.703 GHz; 192 bit x 14 Gbit/s
-    {"4060-laptop", 8 * 0x1p30, 256e9, 29.1e12, 0},// 24 SM, 2.370 GHz; 128 bit x 16 Gbit/s
-    {"4070-laptop", 8 * 0x1p30, 256e9, 40.1e12, 0},// 36 SM, 2.175 GHz; 128 bit x 16 Gbit/s
-    {"4090-laptop", 16 * 0x1p30, 576e9, 79.4e12, 0},// 76 SM, 2.040 GHz; 256 bit x 18 Gbit/s
-    {"4090", 24 * 0x1p30, 1008e9, 165.2e12, 0},    // Ada white paper, appendix A
-    {"5090", 32 * 0x1p30, 1792e9, 209.5e12, 0},    // RTX Blackwell white paper, appendix A
-    {"t4", 15 * 0x1p30, 300e9, 65e12, 0},          // T4 data sheet: 16 GB, mixed precision
-    {"l4", 22.5 * 0x1p30, 300e9, 121e12, 0},       // L4 data sheet: 24 GB, 242 sparse
-    {"a100-40g", 40 * 0x1p30, 1555e9, 312e12, 0},  // A100 data sheet, 40 GB
-    {"a100-80g", 80 * 0x1p30, 2039e9, 312e12, 0},  // A100 data sheet, 80 GB SXM
-    {"h100", 80 * 0x1p30, 3350e9, 989e12, 0},      // H100 data sheet, SXM: 1,979 sparse
-    {"h200", 141 * 0x1p30, 4800e9, 989e12, 0},     // H200 data sheet, SXM: 1,979 sparse
-    {"b200", 180 * 0x1p30, 8000e9, 2250e12, 0},    // DGX B200 data sheet, an eighth: 4,500 sparse
+    {"3060-laptop", 6 * 0x1p30, 336e9, 26.2e12, 0},  // 30 SM, 1.703 GHz; 192 bit x 14 Gbit/s
+    {"4060-laptop", 8 * 0x1p30, 256e9, 29.1e12, 0},  // 24 SM, 2.370 GHz; 128 bit x 16 Gbit/s
+    {"4070-laptop", 8 * 0x1p30, 256e9, 40.1e12, 0},  // 36 SM, 2.175 GHz; 128 bit x 16 Gbit/s
+    {"4090-laptop", 16 * 0x1p30, 576e9, 79.4e12, 0}, // 76 SM, 2.040 GHz; 256 bit x 18 Gbit/s
+    {"4090", 24 * 0x1p30, 1008e9, 165.2e12, 0},      // Ada white paper, appendix A
+    {"5090", 32 * 0x1p30, 1792e9, 209.5e12, 0},      // RTX Blackwell white paper, appendix A
+    {"t4", 15 * 0x1p30, 300e9, 65e12, 0},            // T4 data sheet: 16 GB, mixed precision
+    {"l4", 22.5 * 0x1p30, 300e9, 121e12, 0},         // L4 data sheet: 24 GB, 242 sparse
+    {"a100-40g", 40 * 0x1p30, 1555e9, 312e12, 0},    // A100 data sheet, 40 GB
+    {"a100-80g", 80 * 0x1p30, 2039e9, 312e12, 0},    // A100 data sheet, 80 GB SXM
+    {"h100", 80 * 0x1p30, 3350e9, 989e12, 0},        // H100 data sheet, SXM: 1,979 sparse
+    {"h200", 141 * 0x1p30, 4800e9, 989e12, 0},       // H200 data sheet, SXM: 1,979 sparse
+    {"b200", 180 * 0x1p30, 8000e9, 2250e12, 0},      // DGX B200 data sheet, an eighth: 4,500 sparse
 };
 // clang-format on
 enum { N_SIM_GPUS = sizeof sim_gpus / sizeof sim_gpus[0] };

@@ -59,11 +59,11 @@ if ! [ -e /dev/nvidia0 ]; then run 1 'no ' "$bs" --device cuda; fi
 
 # A sweep leaves exactly its files, complete.
 run 0 'Working point' "$bs" $small --batches 1,2,4 --out "$tmp/o"
-for f in sweep.csv config.json throughput.png latency.png memory.png roofline.png frontier.png summary.png; do
+for f in sweep.csv config.json throughput.png latency.png memory.png roofline.png frontier.png step.png summary.png; do
   [ -s "$tmp/o/$f" ]
   ok "$f is there" $?
 done
-[ "$(ls "$tmp/o" | wc -l)" -eq 8 ]
+[ "$(ls "$tmp/o" | wc -l)" -eq 9 ]
 ok "and nothing else" $?
 [ "$(wc -l <"$tmp/o/sweep.csv")" -eq 4 ]
 ok "sweep.csv: a header and three rows" $?

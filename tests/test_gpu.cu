@@ -75,11 +75,23 @@ static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, f
   Matrix m = {(f16*)(rung == MATMUL_MMA ? c->w_packed : c->w_rows), c->n, c->k, 1};
   if (rung == MATMUL_MMA && mode == OUT_FLOAT) m.slices = matrix_slices(c->n, c->k);
   int outputs = mode == OUT_SWIGLU ? c->n / 2 : c->n;
-  size_t size = (size_t)T * outputs * (mode == OUT_SWIGLU ? 2 : 4 * m.slices);
+  size_t size = (size_t)(T + TOKEN_GROUP) * outputs * (mode == OUT_SWIGLU ? 2 : 4 * m.slices);
   char* out;
   CUDA_CHECK(cudaMalloc(&out, size));
   CUDA_CHECK(cudaMemset(out, 0xff, size));  // NaN everywhere
   const half* x = c->x + (size_t)x0 * c->k;
+  int padded = (T + TOKEN_GROUP - 1) / TOKEN_GROUP * TOKEN_GROUP;
+  half *tiles = NULL, *host_tiles = (half*)xcalloc((size_t)padded * c->k, 2);
+  if (activation_group(&g, T)) {
+    memset((void*)host_tiles, 0xff, (size_t)padded * c->k * 2);
+    for (int i = 0; i < T * c->k; i++)
+      host_tiles[activation_index(i / c->k, i % c->k, c->k, activation_group(&g, T))] =
+          __float2half(c->host_x[(size_t)x0 * c->k + i]);
+    CUDA_CHECK(cudaMalloc(&tiles, (size_t)padded * c->k * 2));
+    CUDA_CHECK(cudaMemcpy(tiles, host_tiles, (size_t)padded * c->k * 2, cudaMemcpyHostToDevice));
+    x = tiles;
+  }
+  free(host_tiles);
   int slices = (mode == OUT_SWIGLU ? matmul<OUT_SWIGLU>(&g, out, x, &m, T)
                                    : matmul<OUT_FLOAT>(&g, out, x, &m, T))
                    .slices;
@@ -88,13 +100,17 @@ static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, f
   CUDA_CHECK(cudaMemcpy(host, out, size, cudaMemcpyDeviceToHost));
   for (int i = 0; i < T * outputs; i++) {
     if (mode == OUT_SWIGLU) {
-      result[i] = __half2float(((half*)host)[i]);
+      size_t at = activation_group(&g, T)
+                      ? activation_index(i / outputs, i % outputs, outputs, activation_group(&g, T))
+                      : i;
+      result[i] = __half2float(((half*)host)[at]);
       continue;
     }
     result[i] = ((float*)host)[i];
     for (int s = 1; s < slices; s++) result[i] += ((float*)host)[(size_t)s * T * outputs + i];
   }
   cudaFree(out);
+  cudaFree(tiles);
   free(host);
 }
 
@@ -149,11 +165,25 @@ static void test_matmul(void) {
   test_matmul_case(1000, 96, OUT_FLOAT);    // rows not a multiple of 16
   test_matmul_case(960, 576, OUT_FLOAT);    // smollm2's qkv: 18 k tiles in 2 uneven slices
   test_matmul_case(2048, 2048, OUT_FLOAT);  // 8 slices
+  test_matmul_case(8192, 512, OUT_FLOAT);   // 2 slices, at 300 tokens both in one block
   test_matmul_case(576, 1536, OUT_FLOAT);
   test_matmul_case(272, 1056, OUT_FLOAT);  // 33 k tiles
   test_matmul_case(64, 64, OUT_SWIGLU);
   test_matmul_case(3072, 576, OUT_SWIGLU);
-  test_matmul_case(2080, 2048, OUT_SWIGLU);  // a part-filled last block
+  test_matmul_case(2112, 2048, OUT_SWIGLU);  // a part-filled last block
+}
+
+// What a block may use of shared memory chooses tile shapes and depths: those of smaller cards.
+static void test_little_shared_memory(void) {
+  static const int kb[] = {64, 99};
+  int real = gpu.shared_bytes;
+  for (int i = 0; i < 2; i++) {
+    gpu.shared_bytes = kb[i] * 1024;
+    test_matmul_case(272, 1056, OUT_FLOAT);
+    test_matmul_case(8192, 512, OUT_FLOAT);
+    test_matmul_case(2112, 256, OUT_SWIGLU);
+  }
+  gpu.shared_bytes = real;
 }
 
 // ---- whole models: prompts of several lengths, chunked and whole, against the CPU
@@ -325,6 +355,7 @@ int main(void) {
   printf("%s: dependent launch %s, probed %.0f GB/s and %.0f TFLOP/s\n", gpu.name,
          gpu.dependent_launch ? "on" : "off", gpu.bandwidth / 1e9, gpu.rate / 1e12);
   test_matmul();
+  test_little_shared_memory();
   test_model("gqa 4:2, 64", 128, 4, 2, 64, 256, 512, true);
   test_model("mha, 32", 96, 3, 3, 32, 160, 300, false);
   test_model("mqa 20:1, 128", 256, 20, 1, 128, 320, 257, true);
