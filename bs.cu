@@ -2326,7 +2326,10 @@ static int cmd_compare(Session* s, const Options* o) {
   memset(&c, 0, sizeof c);
   c.session = s;
   c.o = o;
-  if (!make_stream(&c.stream, &s->model.config, o, err)) return give_up(o->trace ? 1 : 2, err);
+  if (!make_stream(&c.stream, &s->model.config, o, err)) {
+    free_requests(c.stream.requests, c.stream.requests ? c.stream.n : 0);
+    return give_up(o->trace ? 1 : 2, err);
+  }
   c.answers = (uint32_t*)xcalloc(c.stream.n, sizeof *c.answers);
   bool both = o->policies & 1 << POLICY_STATIC && o->policies & 1 << POLICY_CONTINUOUS;
   bool variance = both && !o->trace && !c.stream.text && o->n_requests > o->max_batch;
@@ -2421,17 +2424,21 @@ static int generate_texts(Session* s, const Options* o, const Tokenizer* t, cons
   Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
   Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true, NULL};
   for (int i = 0; i < n; i++) {
-    if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err))
+    if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err)) {
+      free_requests(w.requests, n);
       return give_up(2, err);
+    }
     longest = w.requests[i].n_prompt > longest ? w.requests[i].n_prompt : longest;
   }
   Engine e;
   RunStats stats;
   memset(&stats, 0, sizeof stats);
   EngineSize size = {o->step_tokens, n, longest + out, 0};
-  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), longest + out, err))
+  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), longest + out, err) ||
+      engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) {
+    free_requests(w.requests, n);
     return give_up(1, err);
-  if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
+  }
   run_requests(&e, &w, INFINITY, &stats);
   free(stats.spans);
   for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);
