@@ -137,7 +137,7 @@ typedef struct {
   int n_points;
   double slo_ttft_ms, slo_tpot_ms;  // 0 = none
   int percentile;
-  const char *model, *device, *workload;
+  const char *model, *device, *workload, *variance;  // variance: the workload of the points
   bool simulated;
 } CompareReport;
 
@@ -684,6 +684,7 @@ typedef struct {  // a step between its plan and its results
   Batch batch;
   int* owner;   // [R] which request each row belongs to
   int group;    // the static batch it belongs to; -1 = continuous
+  int n_spans;  // stays that have begun by then
   bool decode;  // no part of a prompt in it
   Work work;
 } Planned;
@@ -705,11 +706,12 @@ typedef struct {
   int longest_new;   // longest output that any request may ask for
   int n_groups;      // static batches so far
   int first_span;    // of this run
+  int n_begun;       // spans whose first step has been collected
   bool together;     // static or bucketed
 } Scheduler;
 
 enum { BUCKET_WIDTH = 128 };      // prompt tokens, as in article 1, section 4
-static const double TICK = 1e-9;  // s: what rounding may take from a clock that a wait has moved
+static const double TICK = 1e-6;  // s: what rounding may take from a clock that a wait has moved
 
 static int bucket_of(const Scheduler* s, const Request* r) {
   return s->w->policy == POLICY_BUCKETED ? (r->n_prompt - 1) / BUCKET_WIDTH : 0;
@@ -984,6 +986,7 @@ static void plan_step(Scheduler* s, Planned* p) {
     if (!r->reading && room) batch_add(s, p, s->running[i]);
   }
   p->decode = !reading;
+  p->n_spans = s->stats->n_spans;
   p->group = s->together ? s->n_groups - 1 : -1;
   for (int i = 0; i < s->n_running && reading; i++) {
     const Request* r = &s->w->requests[s->running[i]];
@@ -1012,6 +1015,8 @@ static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
   const Step* step = engine_collect(s->e);
   add_step(p->decode ? &stats->decode : &stats->prefill, s->e->device, p->work, p->batch.n_tokens,
            step->end - fmax(*previous_end, step->submitted));
+  double begin = fmax(*previous_end, step->submitted) - stats->start;
+  for (; s->n_begun < p->n_spans; s->n_begun++) stats->spans[s->n_begun].start = begin;
   *previous_end = stats->end = step->end;
   double t = step->end - stats->start;
   for (int i = 0; i < step->n_rows; i++) {
@@ -1079,7 +1084,7 @@ static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats*
   }
   s->longest_new = longest_new;
   s->bucket_size = (int*)xcalloc(longest / BUCKET_WIDTH + 1, sizeof(int));
-  s->first_span = stats->n_spans;
+  s->first_span = s->n_begun = stats->n_spans;
   stats->start = stats->end = e->device->api->clock(e);
 }
 
@@ -1092,6 +1097,7 @@ static void close_spans(const Scheduler* s) {
   for (int i = stats->n_spans - 1; i >= first_span; i--) {
     Span* span = &stats->spans[i];
     if (isnan(span->finish)) span->finish = end;
+    span->start = fmin(span->start, span->finish);  // dropped before its first step
     bool same = i + 1 < stats->n_spans && span->batch >= 0 && span[1].batch == span->batch;
     release = same ? fmax(release, span->finish) : span->finish;
     span->release = release;
@@ -1733,7 +1739,16 @@ static void fill_defaults(Options* o, const Config* c, bool cuda) {
   if (!o->repeats) o->repeats = cuda ? 3 : 1;
 }
 
+// The directory and those above it.
 static bool prepare_out(const char* dir, char* err) {
+  char path[PATH_LEN];
+  snprintf(path, sizeof path, "%s", dir);
+  for (char* at = path + 1; *at; at++) {
+    if (*at != '/') continue;
+    *at = '\0';
+    mkdir(path, 0777);  // what matters is whether the last one can be made
+    *at = '/';
+  }
   if (mkdir(dir, 0777) == 0 || errno == EEXIST) return true;
   snprintf(err, ERR_LEN, "%.300s: cannot make the output directory: %s", dir, strerror(errno));
   return false;
@@ -1924,7 +1939,8 @@ static RowStatus open_with_fallback(Engine* e, Device* d, const Weights* w, Engi
   int wanted = size->n_blocks;
   for (;;) {
     size->max_slots = l->max_batch;
-    int most = l->max_batch * blocks_for(size->max_positions);
+    int most = l->max_batch * blocks_for(size->max_positions);  // for all, and the watermark
+    most += (int)ceil(most * l->kv_watermark_pct / 100);
     size->n_blocks = wanted > 0 && wanted < most ? wanted : most;
     RowStatus status = engine_open(e, d, w, *size, err);
     if (status == ROW_OK) return ROW_OK;
@@ -1993,8 +2009,10 @@ static void drawn_stream(Stream* s, const Config* c, const Options* o, Dist outp
 }
 
 static bool traced_stream(Stream* s, const Config* c, const Options* o, char* err) {
-  TraceRow* rows = read_trace(o->trace, o->n_requests, &s->n, err);
+  int n;
+  TraceRow* rows = read_trace(o->trace, o->n_requests, &n, err);
   if (!rows) return false;
+  s->n = n;
   double recorded =
       s->n > 1 && rows[s->n - 1].arrival > 0 ? (s->n - 1) / rows[s->n - 1].arrival : 0;
   double scale = o->rate > 0 && recorded > 0 ? recorded / o->rate : 1;
@@ -2021,7 +2039,7 @@ static void measure_stream(Stream* s) {
 static PolicyResult policy_result(const Workload* w, const RunStats* stats, const KneeRules* slo,
                                   double* ms) {
   int n = w->n, good = 0;
-  double tokens = 0, working = 0;
+  double tokens = 0, working = 0, last = 0;
   Samples all = {ms, ms + n, ms + 3 * (size_t)n, ms + 2 * (size_t)n, 0, 0, 0};
   for (int i = 0; i < n; i++) {
     const Request* r = &w->requests[i];
@@ -2034,10 +2052,12 @@ static PolicyResult policy_result(const Workload* w, const RunStats* stats, cons
       in_time = in_time && all.tpot[tpots] <= slo->slo_tpot_ms;
     good += in_time;
     tokens += r->n_new;
+    last = fmax(last, r->time[r->n_new - 1]);
   }
   for (int i = 0; i < stats->n_spans; i++)
     working += stats->spans[i].finish - stats->spans[i].start;
-  double first = n > 0 ? w->requests[0].arrival : 0, seconds = stats->end - stats->start - first;
+  double first = n > 0 ? w->requests[0].arrival : 0, all_s = stats->end - stats->start - first;
+  double seconds = last > 0 ? last - stats->start - first : NAN;
   PolicyResult p;
   memset(&p, 0, sizeof p);
   p.policy = w->policy;
@@ -2055,9 +2075,10 @@ static PolicyResult policy_result(const Workload* w, const RunStats* stats, cons
   p.tpot = percentiles_of(all.tpot, all.n_tpot);
   p.itl = percentiles_of(all.itl, all.n_itl);
   p.e2e = percentiles_of(all.e2e, all.n);
-  p.occupancy_pct = 100 * working / (p.slots * seconds);
-  p.padding_pct = 100 * stats->wasted / stats->computed;
-  p.kv_unused_pct = 100 * (1 - stats->kv_held / stats->kv_reserved);
+  bool ran = stats->computed > 0;
+  p.occupancy_pct = ran ? 100 * working / (p.slots * all_s) : NAN;
+  p.padding_pct = ran ? 100 * stats->wasted / stats->computed : NAN;
+  p.kv_unused_pct = ran ? 100 * (1 - stats->kv_held / stats->kv_reserved) : NAN;
   p.spans = stats->spans;
   p.n_spans = stats->n_spans;
   p.ttft_ms = all.ttft;
@@ -2085,6 +2106,7 @@ typedef struct {
   uint32_t* answers;       // [n] of the first policy
   VariancePoint points[8];
   int n_points;
+  char variance_name[160];
 } Comparison;
 
 static void cap_outputs(Request* r, int n, int most) {
@@ -2106,6 +2128,11 @@ static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile
   bool whole = run_requests(&c->engine, &w, INFINITY, &stats);
   PolicyResult* p = &c->results[c->n_results];
   *p = policy_result(&w, &stats, &c->o->rules, ms);
+  if (!whole) {  // half a run says nothing about a policy
+    free(stats.spans);
+    free(ms);
+    return false;
+  }
   bool first = c->n_results++ == 0;
   for (int i = 0; i < w.n; i++) {
     if (first) c->answers[i] = w.requests[i].status == FINISHED ? answers_of(&w.requests[i]) : 0;
@@ -2120,7 +2147,7 @@ static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile
   for (int i = 0; i < w.n; i++)
     put_request_row(requests->f, CSV, policy, i, &w.requests[i], stats.start);
   fflush(requests->f);
-  return whole;
+  return true;
 }
 
 // Output tokens/s of a stream under a policy; 0 = interrupted.
@@ -2128,12 +2155,13 @@ static double tokens_per_second(Comparison* c, Stream* s, Policy policy) {
   Workload w = {s->requests, s->n, policy, c->limits, false, c->o->quiet ? NULL : "variance"};
   RunStats stats;
   double tokens = 0;
-  w.limits.max_new = 0;
+  w.limits.max_new = w.limits.max_input = w.limits.total_tokens = 0;
+  w.limits.timeout_s = 0;
   memset(&stats, 0, sizeof stats);
   bool whole = run_requests(&c->engine, &w, INFINITY, &stats);
   for (int i = 0; i < s->n; i++) tokens += s->requests[i].n_new;
   free(stats.spans);
-  return whole ? tokens / (stats.end - stats.start) : 0;
+  return whole && tokens > 0 ? tokens / (stats.end - stats.start) : 0;
 }
 
 enum { WIDEST = 8 };  // longest output of variance.png's workloads, in means
@@ -2155,8 +2183,13 @@ static void measure_variance(Comparison* c) {
   static const char* const names[] = {"all %g", "uniform %g-%g", "uniform %g-%g", "exp %g",
                                       "lognormal %g, %g"};
   o.rate = 0;
+  o.n_requests -= o.n_requests % c->limits.max_batch;  // whole batches only
   o.input.a = round(mean_length(&o.input));
   o.input.kind = DIST_FIXED;
+  snprintf(c->variance_name, sizeof c->variance_name,
+           "%d requests, prompt %.0f, outputs of mean %.0f, all at once", o.n_requests, o.input.a,
+           mean);
+  printf("\nThe same with other spreads of the output length: %s.\n", c->variance_name);
   for (int k = 0; k < 5 && !interrupted; k++) {
     Stream s;
     VariancePoint* p = &c->points[c->n_points];
@@ -2170,8 +2203,7 @@ static void measure_variance(Comparison* c) {
       sum += x;
       squares += x * x;
       longest = i % c->limits.max_batch == 0 ? x : fmax(longest, x);
-      bool last = i + 1 == s.n || (i + 1) % c->limits.max_batch == 0;
-      if (last) batches += longest * c->limits.max_batch;
+      if ((i + 1) % c->limits.max_batch == 0) batches += longest * c->limits.max_batch;
     }
     snprintf(p->name, sizeof p->name, names[k], spreads[k].a, spreads[k].b);
     p->cv = sqrt(fmax(squares / s.n - sum / s.n * sum / s.n, 0)) / (sum / s.n);
@@ -2188,16 +2220,15 @@ static void measure_variance(Comparison* c) {
   }
 }
 
-// False: err says why.
-static bool make_stream(Stream* s, const Config* c, const Options* o, char* err) {
+// An exit status: not 0, and err says why.
+static int make_stream(Stream* s, const Config* c, const Options* o, char* err) {
   const char* prompts[MAX_PROMPTS] = {"Once upon a time"};
   int n_prompts = 1;
-  if (o->trace && !traced_stream(s, c, o, err)) return false;
+  if (o->trace && !traced_stream(s, c, o, err)) return 1;
   if (!o->trace) drawn_stream(s, c, o, o->output);
   if (o->prompts_file && !byte_level(c))
-    return say(err, ERR_LEN, "--prompts: %s does not read and write bytes", c->name);
-  if (o->prompts_file && (n_prompts = read_prompts(o->prompts_file, prompts, err)) < 0)
-    return false;
+    return say(err, ERR_LEN, "--prompts: %s does not read and write bytes", c->name), 2;
+  if (o->prompts_file && (n_prompts = read_prompts(o->prompts_file, prompts, err)) < 0) return 1;
   if (byte_level(c) && !o->trace)
     give_text(s, c, prompts, n_prompts, (float)o->temperature, (uint32_t)o->seed);
   for (int i = 0; i < n_prompts && o->prompts_file; i++) free((void*)prompts[i]);
@@ -2205,7 +2236,8 @@ static bool make_stream(Stream* s, const Config* c, const Options* o, char* err)
   int longest = s->longest_prompt + s->longest_new;
   if (!o->trace && longest > c->max_context)
     return say(err, ERR_LEN, "a prompt of %d and an output of %d exceed %s's context of %d tokens",
-               s->longest_prompt, s->longest_new, c->name, c->max_context);
+               s->longest_prompt, s->longest_new, c->name, c->max_context),
+           2;
   char arrivals[64] = "all at once";
   if (o->rate > 0) snprintf(arrivals, sizeof arrivals, "%.3g requests/s", o->rate);
   if (o->trace && o->rate == 0) snprintf(arrivals, sizeof arrivals, "as recorded");
@@ -2216,30 +2248,33 @@ static bool make_stream(Stream* s, const Config* c, const Options* o, char* err)
     snprintf(s->name, sizeof s->name, "%d requests, prompt %.30s, output %.30s%s, %s", s->n,
              s->text ? "text" : o->input_text, s->text ? "its own end, at most " : "",
              o->output_text, arrivals);
-  return true;
+  return 0;
 }
 
 static bool write_compare(Comparison* c, const char* dir, char* err) {
   const Options* o = c->o;
   const Device* d = &c->session->device;
-  CompareReport r = {c->results,
-                     c->n_results,
-                     c->points,
-                     c->n_points,
-                     o->rules.slo_ttft_ms,
-                     o->rules.slo_tpot_ms,
-                     o->rules.percentile,
-                     c->session->weights.config.name,
-                     d->name,
-                     c->stream.name,
-                     d->api == &sim_backend};
+  CompareReport r;
+  memset(&r, 0, sizeof r);
+  r.results = c->results;
+  r.n_results = c->n_results;
+  r.points = c->points;
+  r.n_points = c->n_points;
+  r.slo_ttft_ms = o->rules.slo_ttft_ms;
+  r.slo_tpot_ms = o->rules.slo_tpot_ms;
+  r.percentile = o->rules.percentile;
+  r.model = c->session->weights.config.name;
+  r.device = d->name;
+  r.workload = c->stream.name;
+  r.variance = c->variance_name;
+  r.simulated = d->api == &sim_backend;
   ResultFile file;
   if (!result_open(&file, dir, "compare.json", err)) return false;
   put(file.f, JSON,
       "{\n'model': %s, 'device': %s, 'workload': %s, 'max_batch': %i, 'step_tokens': %i,\n"
-      "'kv_blocks': %i, 'slo_ttft_ms': %g, 'slo_tpot_ms': %g,\n'policies': [",
+      "'kv_blocks': %i, 'slo_ttft_ms': %g, 'slo_tpot_ms': %g, 'interrupted': %i,\n'policies': [",
       r.model, r.device, r.workload, c->limits.max_batch, c->limits.step_tokens, c->size.n_blocks,
-      r.slo_ttft_ms, r.slo_tpot_ms);
+      r.slo_ttft_ms, r.slo_tpot_ms, interrupted != 0);
   for (int i = 0; i < r.n_results; i++) {
     fputs(i ? ",\n{" : "\n{", file.f);
     put_policy_row(file.f, JSON, &r.results[i]);
@@ -2255,7 +2290,11 @@ static bool write_compare(Comparison* c, const char* dir, char* err) {
         p->name, p->cv, p->static_tok_s, p->continuous_tok_s, p->ideal);
   }
   fputs("\n]\n}\n", file.f);
-  return result_close(&file, err) && plot_compare(&r, dir, err);
+  if (!result_close(&file, err)) return false;
+  char stale[PATH_LEN];  // another run's chart would not go with these
+  snprintf(stale, sizeof stale, "%s/variance.png", dir);
+  if (r.n_points == 0) remove(stale);
+  return plot_compare(&r, dir, err);
 }
 
 // False: interrupted; what was measured until then is kept.
@@ -2318,48 +2357,72 @@ static void close_comparison(Comparison* c) {
   }
 }
 
+// Why there is no variance.png; NULL: there will be one.
+static const char* no_variance(const Comparison* c) {
+  const Options* o = c->o;
+  bool both = o->policies & 1 << POLICY_STATIC && o->policies & 1 << POLICY_CONTINUOUS;
+  if (!both) return "it compares static with continuous";
+  if (o->trace) return "a trace has one spread of lengths";
+  if (c->stream.text) return "text ends where it ends";
+  if (o->kv_tokens > 0) return "the KV pool is limited";
+  return o->n_requests < o->max_batch ? "there are fewer requests than slots" : NULL;
+}
+
+static int run_comparison(Comparison* c, ResultFile* csv, ResultFile* requests) {
+  Session* s = c->session;
+  const Options* o = c->o;
+  char err[ERR_LEN];
+  int differs = 0;
+  const char* why = no_variance(c);
+  if (!open_comparison(c, why ? 0 : (int)ceil(WIDEST * mean_length(&o->output)), err)) {
+    result_drop(csv);
+    result_drop(requests);
+    return give_up(1, err);
+  }
+  printf("%s on %s, %s; up to %d at once, %d tokens a step, %d KV blocks of %d tokens\n\n",
+         s->weights.config.name, s->device.name, c->stream.name, c->limits.max_batch,
+         c->limits.step_tokens, c->size.n_blocks, KV_BLOCK);
+  bool whole = run_policies(c, csv, requests, &differs);
+  if (!whole) printf("\nInterrupted: what was not finished is left out.\n");
+  if (c->n_results == 0) {  // earlier results stay as they are
+    result_drop(csv);
+    result_drop(requests);
+    return 130;
+  }
+  if (differs > 0)
+    printf("\nFAULT: %d requests got other tokens than under the first policy\n", differs);
+  else if (c->n_results > 1 && s->device.api != &sim_backend)
+    printf("\nEvery finished request got the same tokens under each policy.\n");
+  if (whole && !why) measure_variance(c);
+  if (whole && why) printf("\nNo variance.png: %s.\n", why);
+  if (!result_close(csv, err) || !result_close(requests, err) || !write_compare(c, o->out, err))
+    return give_up(1, err);
+  printf("\n%s/: compare.csv requests.csv compare.json schedule.png policies.png%s\n", o->out,
+         c->n_points > 0 ? " variance.png" : "");
+  return interrupted ? 130 : differs > 0;
+}
+
 static int cmd_compare(Session* s, const Options* o) {
   char err[ERR_LEN];
   Comparison c;
   ResultFile csv, requests;
-  int differs = 0;
   memset(&c, 0, sizeof c);
   c.session = s;
   c.o = o;
-  if (!make_stream(&c.stream, &s->model.config, o, err)) {
-    free_requests(c.stream.requests, c.stream.requests ? c.stream.n : 0);
-    return give_up(o->trace ? 1 : 2, err);
-  }
-  c.answers = (uint32_t*)xcalloc(c.stream.n, sizeof *c.answers);
-  bool both = o->policies & 1 << POLICY_STATIC && o->policies & 1 << POLICY_CONTINUOUS;
-  bool variance = both && !o->trace && !c.stream.text && o->n_requests > o->max_batch;
-  int wide = variance ? (int)ceil(WIDEST * mean_length(&o->output)) : 0;
-  if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "compare.csv", err))
-    return give_up(1, err);
-  if (!result_open(&requests, o->out, "requests.csv", err)) {
+  int status = make_stream(&c.stream, &s->model.config, o, err);
+  if (status != 0) {
+    give_up(status, err);
+  } else if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "compare.csv", err)) {
+    status = give_up(1, err);
+  } else if (!result_open(&requests, o->out, "requests.csv", err)) {
     result_drop(&csv);
-    return give_up(1, err);
+    status = give_up(1, err);
+  } else {
+    c.answers = (uint32_t*)xcalloc(c.stream.n, sizeof *c.answers);
+    status = run_comparison(&c, &csv, &requests);
   }
-  if (!open_comparison(&c, wide, err)) {
-    result_drop(&csv);
-    result_drop(&requests);
-    return give_up(1, err);
-  }
-  printf("%s on %s, %s; up to %d at once, %d tokens a step, %d KV blocks of %d tokens\n\n",
-         s->weights.config.name, s->device.name, c.stream.name, c.limits.max_batch,
-         c.limits.step_tokens, c.size.n_blocks, KV_BLOCK);
-  bool whole = run_policies(&c, &csv, &requests, &differs);
-  if (differs > 0)
-    printf("\nFAULT: %d requests got other tokens than under the first policy\n", differs);
-  else if (c.n_results > 1 && s->device.api != &sim_backend)
-    printf("\nEvery finished request got the same tokens under each policy.\n");
-  if (whole && variance) measure_variance(&c);
-  if (!result_close(&csv, err) || !result_close(&requests, err) || !write_compare(&c, o->out, err))
-    return give_up(1, err);
-  printf("\n%s/: compare.csv requests.csv compare.json schedule.png policies.png%s\n", o->out,
-         c.n_points > 0 ? " variance.png" : "");
   close_comparison(&c);
-  return interrupted ? 130 : differs > 0;
+  return status;
 }
 
 // What the new tokens say, up to the one that ended them; special tokens are no text. To be freed.
@@ -2496,19 +2559,9 @@ static void limit_spinning(char** argv) {
   if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);
 }
 
-#ifdef BS_NO_MAIN
-#define main bs_main  // tests include this file
-#endif
-int main(int argc, char** argv) {
-  Options o;
-  Session s;
-  char err[ERR_LEN];
-  limit_spinning(argv);
-  memset(&s, 0, sizeof s);
-  if (!parse_options(argc, argv, &o, err)) return give_up(2, err);
-  if (o.help) return print_help(stdout, o.command), 0;
-  if (o.version) return printf("bs %s\n", BS_VERSION), 0;
-  struct sigaction action;  // the first Ctrl-C ends the run in good order, the second at once
+// The first Ctrl-C ends the run in good order, the second at once.
+static void set_signals(void) {
+  struct sigaction action;
   memset(&action, 0, sizeof action);
   action.sa_handler = on_interrupt;
   action.sa_flags = (int)SA_RESETHAND;
@@ -2516,10 +2569,29 @@ int main(int argc, char** argv) {
   sigaction(SIGTERM, &action, NULL);
   action.sa_handler = on_bus_error;
   sigaction(SIGBUS, &action, NULL);
-  if (o.command == CMD_PLAN) fill_defaults(&o, &s.model.config, true);
-  int status = o.command == CMD_PLAN   ? cmd_plan(&s, &o)
-               : o.command == CMD_KNEE ? cmd_knee(&s, &o)
-                                       : run_on_device(&s, &o);
+}
+
+static int run_command(Options* o) {
+  Session s;
+  memset(&s, 0, sizeof s);
+  if (o->help) return print_help(stdout, o->command), 0;
+  if (o->version) return printf("bs %s\n", BS_VERSION), 0;
+  set_signals();
+  if (o->command == CMD_KNEE) return cmd_knee(&s, o);
+  if (o->command != CMD_PLAN) return run_on_device(&s, o);
+  fill_defaults(o, &s.model.config, true);
+  return cmd_plan(&s, o);
+}
+
+#ifdef BS_NO_MAIN
+#define main bs_main  // tests include this file
+#endif
+int main(int argc, char** argv) {
+  Options o;
+  char err[ERR_LEN];
+  limit_spinning(argv);
+  if (!parse_options(argc, argv, &o, err)) return give_up(2, err);
+  int status = run_command(&o);
   if (fflush(stdout) != 0 || ferror(stdout)) return give_up(1, "standard output: cannot write");
   return status;
 }

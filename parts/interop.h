@@ -435,14 +435,12 @@ static double parse_time(const char* text) {
 static bool trace_columns(char* header, int which[3]) {
   static const char* const names[2][3] = {{"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
                                           {"arrival_s", "prompt_tokens", "output_tokens"}};
-  which[0] = which[1] = which[2] = -1;
-  char* rest = header;
-  for (int column = 0; rest != NULL; column++) {
-    char* name = rest;
-    rest = strchr(name, ',');
-    if (rest) *rest++ = '\0';
-    for (int i = 0; i < 6; i++)
-      if (strcmp(name, names[i / 3][i % 3]) == 0) which[i % 3] = column;
+  char end = ',', *at = header + (strncmp(header, "\xef\xbb\xbf", 3) == 0 ? 3 : 0);
+  for (int column = 0; end == ','; column++) {
+    const char* name = next_cell(&at, &end);
+    if (name == NULL) return false;
+    for (int k = 0; k < 6; k++)
+      if (strcmp(name, names[k / 3][k % 3]) == 0) which[k % 3] = column;
   }
   return which[0] >= 0 && which[1] >= 0 && which[2] >= 0;
 }
@@ -450,18 +448,17 @@ static bool trace_columns(char* header, int which[3]) {
 // One line of a trace: the time, then whole numbers of tokens. False: not that.
 static bool trace_line(char* line, const int which[3], TraceRow* row) {
   double value[3] = {NAN, NAN, NAN};
-  char* rest = line;
-  for (int column = 0; rest != NULL; column++) {
-    char* cell = rest;
-    rest = strchr(cell, ',');
-    if (rest) *rest++ = '\0';
-    for (int i = 0; i < 3; i++)
-      if (which[i] == column) value[i] = parse_time(cell);  // counts are plain numbers
+  char end = ',', *at = line;
+  for (int column = 0; end == ','; column++) {
+    const char* cell = next_cell(&at, &end);
+    if (cell == NULL) return false;
+    for (int k = 0; k < 3; k++)
+      if (which[k] == column) value[k] = parse_time(cell);  // counts are plain numbers
   }
+  bool fine = fabs(value[0]) < 1e12;  // s: 30,000 years, and a clock still tells microseconds
+  for (int k = 1; k < 3; k++)
+    fine = fine && value[k] >= 1 && value[k] <= MOST_TOKENS && value[k] == floor(value[k]);
   row->arrival = value[0];
-  bool fine = !isnan(value[0]);
-  for (int i = 1; i < 3; i++)
-    fine = fine && value[i] >= 1 && value[i] <= MOST_TOKENS && value[i] == floor(value[i]);
   row->prompt = fine ? (int)value[1] : 0;
   row->output = fine ? (int)value[2] : 0;
   return fine;
@@ -505,6 +502,9 @@ static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
   free(line);
   if (ok) qsort(rows, (size_t)*n, sizeof *rows, compare_trace_rows);
   for (int i = *n - 1; i >= 0 && ok; i--) rows[i].arrival -= rows[0].arrival;
+  if (ok && rows[*n - 1].arrival > 1e9)
+    ok = file_error(err, path, "its arrivals are %.3g s apart: 1e9 is the most",
+                    rows[*n - 1].arrival);
   if (ok) return rows;
   free(rows);
   return NULL;

@@ -115,7 +115,7 @@ static const Option option_table[] = {
      HEADING, 0, 0, 0, CMD_COMPARE, ""},
     {"--requests", "N", "", INT, AT(n_requests), 1, 1e6, CMD_COMPARE,
      "how many (CPU 64, GPU 256; a trace: all)"},
-    {"--rate", "R|inf", "inf", REAL, AT(rate), 1e-6, 1e9, CMD_COMPARE,
+    {"--rate", "R|inf", "inf", REAL, AT(rate), 0.001, 1e9, CMD_COMPARE,
      "arrivals per second; inf: all at once, a trace as recorded"},
     {"--burstiness", "X", "1", REAL, AT(burstiness), 0.01, 100, CMD_COMPARE,
      "shape of the gamma gaps: 1 Poisson, less is burstier"},
@@ -123,18 +123,18 @@ static const Option option_table[] = {
      "TIMESTAMP,ContextTokens,GeneratedTokens or arrival_s,prompt_tokens,output_tokens"},
     {"\nScheduler", "", "", HEADING, 0, 0, 0, CMD_COMPARE, ""},
     {"--policy", "LIST", "static,bucketed,continuous", TEXT, AT(policy), 0, 0, CMD_COMPARE,
-     "which"},
+     "which of them; always in this order"},
     {"--max-batch", "N", "", INT, AT(max_batch), 1, 32768, CMD_COMPARE,
      "sequences at once (CPU 8, GPU 32)"},
     {"--max-input-len", "N", "", INT, AT(max_input_len), 1, 1e6, CMD_COMPARE,
-     "longer prompts are rejected"},
+     "longer prompts are rejected (default: none)"},
     {"--max-new-tokens", "N", "", INT, AT(max_new_tokens), 1, 1e6, CMD_COMPARE,
      "longer outputs are rejected"},
     {"--max-total-tokens", "N", "", INT, AT(max_total_tokens), 1, 1e9, CMD_COMPARE,
-     "prompts and outputs of all that run"},
+     "of all that run together, prompt and output; a longer request is rejected"},
     {"--kv-tokens", "N", "", INT, AT(kv_tokens), 16, 1e9, CMD_COMPARE,
      "pretend the KV pool is smaller"},
-    {"--kv-watermark", "PCT", "1", REAL, AT(kv_watermark_pct), 0.01, 90, CMD_COMPARE,
+    {"--kv-watermark", "PCT", "1", REAL, AT(kv_watermark_pct), 0, 90, CMD_COMPARE,
      "share of the pool kept free when one is admitted"},
     {"--batch-wait", "S", "0.5", REAL, AT(batch_wait_s), 0.001, 1e6, CMD_COMPARE,
      "static: how long an incomplete batch waits"},
@@ -186,6 +186,9 @@ static void print_help(FILE* f, int commands) {
       "TPOT = (E2E - TTFT) / (output tokens - 1), of requests with two output tokens or more.\n"
       "tok/s = output tokens / (last finish - first arrival); per user: 1 / TPOT.\n"
       "Percentiles are interpolated linearly on the sorted values.\n"
+      "compare: goodput = requests/s within --slo-ttft and --slo-tpot; slots% = share of slots x\n"
+      "time that work for an unfinished request; pad% = share of computed tokens that nobody\n"
+      "wanted; KV idle% = share of reserved cache positions that never held a request's token.\n"
       "Exit status: 0 done, 1 failed while running, 2 bad usage, 130 interrupted.\n",
       f);
 }
@@ -235,10 +238,17 @@ static bool set_option(Options* o, const Option* opt, const char* text, char* er
     return say(err, ERR_LEN, "%s: %s", opt->name,
                *text ? "at most 256 of them" : "the text is empty");
   }
+  if (!ok && opt->type == LENGTH)
+    return say(err, ERR_LEN,
+               "%s '%.80s': allowed is N, uniform:LOW-HIGH, lognormal:MEAN,SIGMA or exp:MEAN, each "
+               "but N with @LONGEST; 1 to %d tokens",
+               opt->name, text, MOST_TOKENS);
   if (!ok) {
     char range[80] = "";
     const char* order = opt->type == LIST ? ", ascending, at most 32 of them," : "";
-    if (opt->hi > 0) snprintf(range, sizeof range, "%s from %.9g to %.9g", order, opt->lo, opt->hi);
+    if (opt->hi > 0)
+      snprintf(range, sizeof range, opt->hi < 1e15 ? "%s from %g to %.0f" : "%s from %g to %g",
+               order, opt->lo, opt->hi);
     return say(err, ERR_LEN, "%s '%.80s': allowed is %s%s", opt->name, text, opt->arg, range);
   }
   if (opt->type == INT) *(int*)field = (int)values[0];
@@ -270,6 +280,13 @@ static bool check_options(Options* o, char* err) {
                  "--policy '%.80s': allowed are static,bucketed,continuous, each once", o->policy);
     o->policies |= 1 << policy;
   }
+  if ((o->trace || o->prompts_file) && o->input_text && o->command == CMD_COMPARE)
+    return say(err, ERR_LEN,
+               "--input-len: the prompts of a trace or a file have lengths of their own");
+  if (o->trace && o->output_text)
+    return say(err, ERR_LEN, "--output-len: the outputs of a trace have lengths of their own");
+  if (o->burstiness != 1 && (o->rate == 0 || o->trace) && o->command == CMD_COMPARE)
+    return say(err, ERR_LEN, "--burstiness shapes drawn arrivals: it needs --rate, and no --trace");
   bool sim = strncmp(o->device, "sim:", 4) == 0;
   if (o->command == CMD_KNEE && !o->file) return say(err, ERR_LEN, "bs knee needs a FILE");
   if (o->command == CMD_KNEE && !(sim ? *o->model : strcmp(o->device, "auto") == 0))

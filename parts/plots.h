@@ -547,17 +547,22 @@ static Str compare_title(const CompareReport* r, bool latency) {
     double ms = policy_ms(r, &first[i], latency);
     if (ms > 0 && (best == first || ms < policy_ms(r, best, latency))) best = &first[i];
   }
+  for (int i = 1; i < r->n_results; i++)  // the subject, if it is as good as any
+    if (first[i].policy == POLICY_CONTINUOUS &&
+        policy_ms(r, &first[i], latency) <= 1.05 * policy_ms(r, best, latency))
+      best = &first[i];
   double own = policy_ms(r, best, latency), ratio = policy_ms(r, first, latency) / own;
   const char* than = policy_names[first->policy];
   bool same = best != first && best->completed == first->completed;
   Str does = format_str("finishes %s%d requests", same ? "the same " : "", best->completed);
   Str gain = format_str("%s times sooner than %s", format_num(ratio, false).s, than);
   if (isnan(own)) return format_str("No request was completed");
-  if (latency) does = format_str("gives the first token (P%d)", r->percentile);
-  if (ratio < 1.05) gain = format_str("no sooner than %s", than);  // chance does that much
+  if (latency && (same || best == first))
+    does = format_str("gives the first token (P%d)", r->percentile);
+  if (ratio < 1.05) gain = format_str("as soon as %s", than);  // 5% are chance
+  if (ratio < 0.95) gain = format_str("%.0f%% later than %s", 100 / ratio - 100, than);
   if (best == first || isnan(ratio)) gain = format_str("in %s", format_ms(own).s);
-  if (best != first && !same && !latency)
-    gain = format_str("against %d with %s", first->completed, than);
+  if (best != first && !same) gain = format_str("against %d with %s", first->completed, than);
   gain = format_str("%s batching %s %s", policy_names[best->policy], does.s, gain.s);
   gain.s[0] = (char)toupper((unsigned char)gain.s[0]);
   return gain;
@@ -673,12 +678,12 @@ static int draw_schedule(const CompareReport* r) {
   return (int)fmin(y + 170, MAX_H);
 }
 
-// The share of requests that were served by then, as a staircase over n ascending latencies.
-static void draw_cdf(const Axes* a, const double* ms, int n, Policy policy) {
+// The share of `all` requests that were served by then, as a staircase over n ascending latencies.
+static void draw_cdf(const Axes* a, const double* ms, int n, int all, Policy policy) {
   Point last = {NAN, a->in.y1};
   for (int k = 1; k <= 500 && n > 0; k++) {
     int rank = (int)ceil(k / 500.0 * n);
-    Point p = {to_pixel(&a->x, usable(ms[rank - 1])), to_pixel(&a->y, 100.0 * rank / n)};
+    Point p = {to_pixel(&a->x, usable(ms[rank - 1])), to_pixel(&a->y, 100.0 * rank / all)};
     Point corner = {p.x, last.y};
     draw_segment(last, corner, POLICY_WIDTH[policy], 0, POLICY_INK[policy]);
     draw_segment(corner, p, POLICY_WIDTH[policy], 0, POLICY_INK[policy]);
@@ -705,12 +710,14 @@ static void draw_latency(Box b, const CompareReport* r, bool first) {
   Point foot = {to_pixel(&a.x, first ? usable(r->slo_ttft_ms) : NAN), a.in.y1};
   Point top = {foot.x, a.in.y0};
   draw_segment(foot, top, 1, AS_LIMIT, INK_DARK);
-  for (int i = 0; i < r->n_results; i++) draw_cdf(&a, ms[i], all[i].n, r->results[i].policy);
+  for (int i = 0; i < r->n_results; i++)
+    draw_cdf(&a, ms[i], all[i].n, r->results[i].requests, r->results[i].policy);
   place_label(&a, foot, INK_DARK, format_str("SLO %s", format_ms(r->slo_ttft_ms).s).s);
   for (int i = 0; i < r->n_results; i++) {
     Policy policy = r->results[i].policy;
     double value = usable(at_percentile(all[i], r->percentile));
-    Point p = {to_pixel(&a.x, value), to_pixel(&a.y, r->percentile)};
+    double share = (double)all[i].n / (r->results[i].requests > 0 ? r->results[i].requests : 1);
+    Point p = {to_pixel(&a.x, value), to_pixel(&a.y, r->percentile * share)};
     Str s = format_str("%s: P%d %s (%d)", policy_names[policy], r->percentile, format_ms(value).s,
                        all[i].n);
     draw_segment(p, p, 6, 0, POLICY_INK[policy]);
@@ -757,7 +764,7 @@ static void draw_variance(Box b, const CompareReport* r) {
   }
   place_label(&a, right, INK_DARK, "1: as good as static");
   place_label(&a, last[0], INK_DARK, "ideal, from the lengths alone");
-  place_label(&a, last[1], INK_BLUE, "measured");
+  place_label(&a, last[1], INK_BLUE, r->simulated ? "simulated" : "measured");
   for (const VariancePoint* v = r->points; v < r->points + r->n_points; v++) {
     Point p = {to_pixel(&a.x, v->cv), to_pixel(&a.y, gain_of(v, true))};
     Str gain = format_num(gain_of(v, true), false);
@@ -786,7 +793,8 @@ static bool plot_compare(const CompareReport* r, const char* dir, char* err) {
     Str title = k == 2 ? variance_title(r) : compare_title(r, k == 1);
     title = format_str("%s%s", r->simulated ? "Simulated. " : "", title.s);
     draw_text(36, 32 + TITLE_SIZE, 0, 1528, TITLE_SIZE, INK_DARK, title.s);
-    Str foot = format_str("%s on %s: %s", r->model, r->device, r->workload);
+    Str foot = format_str("%s on %s: %s", r->model, r->device,
+                          k == 2 && r->variance ? r->variance : r->workload);
     draw_foot(1600, h, foot.s, NOTES[k]);
     if (!write_png(1600, h, dir, FILES[k], err)) return false;
   }

@@ -238,21 +238,20 @@ static void put_request_row(FILE* f, Form form, Policy policy, int i, const Requ
   fputc('\n', f);
 }
 
-static void print_policy_header(FILE* f, int percentile) {
-  fprintf(f, "%-11s%6s%9s%8s%9s%9s%9s%9s%9s%9s%7s%6s%6s%8s%9s\n", "policy", "done", "tok/s",
-          "req/s", "goodput", "TTFT p50", "p", "TPOT p50", "p", "E2E p50", "slots", "pad", "KV",
-          "preempt", "seconds");
-  fprintf(f, "%-11s%6s%9s%8s%9s%9s%8d%%%9s%8d%%%9s%7s%6s%6s%8s%9s\n", "", "", "", "", "req/s", "ms",
-          percentile, "ms", percentile, "ms", "used%", "%", "idle%", "", "");
+static void print_policy_header(FILE* f, int q) {
+  fprintf(f, "                                          TTFT ms            TPOT ms      E2E ms\n");
+  fprintf(f, "policy       done     tok/s goodput      p50      p%d     p50     p%d       p50", q,
+          q);
+  fprintf(f, " slots%%  pad%% KV idle%% preempted  seconds\n");
 }
 
 static void print_policy(FILE* f, const PolicyResult* p, int q) {
   char line[256];
-  snprintf(
-      line, sizeof line, "%-11s%6d%9.1f%8.2f%9.2f%9.1f%9.1f%9.2f%9.2f%9.1f%7.1f%6.1f%6.1f%8d%9.2f",
-      policy_names[p->policy], p->completed, p->output_tok_s, p->request_per_s, p->goodput_req_s,
-      p->ttft.p50, at_percentile(p->ttft, q), p->tpot.p50, at_percentile(p->tpot, q), p->e2e.p50,
-      p->occupancy_pct, p->padding_pct, p->kv_unused_pct, p->preemptions, p->duration_s);
+  snprintf(line, sizeof line,
+           "%-10s %6d %9.1f %7.2f %8.1f %8.1f %7.2f %7.2f %9.1f %6.1f %5.1f %8.1f %9d %8.2f",
+           policy_names[p->policy], p->completed, p->output_tok_s, p->goodput_req_s, p->ttft.p50,
+           at_percentile(p->ttft, q), p->tpot.p50, at_percentile(p->tpot, q), p->e2e.p50,
+           p->occupancy_pct, p->padding_pct, p->kv_unused_pct, p->preemptions, p->duration_s);
   for (char* nan = line; (nan = strstr(nan, "nan")) != NULL;) memcpy(nan, "  -", 3);
   fprintf(f, "%s\n", line);
   if (p->rejected + p->timed_out > 0)

@@ -31,6 +31,9 @@ bad 'sim:none' compare --device sim:none
 bad 'needs a device that computes' generate --device sim:h100 --prompt a
 bad 'context of 4096' compare --device sim:h100 --model llama-2-7b --input-len 4000 --output-len 200
 bad 'is not for bs compare' compare --batches 1,2
+bad 'lognormal:MEAN,SIGMA' compare --output-len lognormal:3
+bad 'lengths of their own' compare --trace x --input-len 5
+bad 'needs --rate' compare --burstiness 2
 
 # Traces: both forms, any order, CRLF, extra columns; what is broken is named with its line.
 printf 'TIMESTAMP,ContextTokens,GeneratedTokens\n' >"$tmp/trace"
@@ -97,6 +100,33 @@ holds "overload waits" "$(cell continuous ttft_p95_ms) > 10 * $slow"
 ok "and answers everyone" $?
 "$bs" $sim --rate 20000 --requests 2000 --timeout 0.5 --out "$tmp/o" >"$tmp/out"
 holds "time-outs are counted" "$(cell continuous timed_out) > 0 && $(cell continuous completed) + $(cell continuous timed_out) == 2000"
+
+# What a tester once broke. Slots are never used more than fully, whatever the lengths; nothing prints as nan; a rate
+# of one in 1,000 s ends; charts that a run does not make do not stay; who timed out is not among the finished.
+for a in "--input-len 1 --output-len 1" "--output-len 1" "--max-batch 1 --requests 20" "--timeout 0.5" "--requests 40 --rate 0.001"; do
+  timeout 60 "$bs" $sim $a --out "$tmp/o" >"$tmp/out"
+  holds "slots with $a" "$(cell continuous occupancy_pct) <= 100.01 && $(cell static occupancy_pct) <= 100.01"
+done
+"$bs" $sim --kv-tokens 16 --out "$tmp/o" >"$tmp/out"
+! grep -q 'nan' "$tmp/out" && ! [ -e "$tmp/o/variance.png" ]
+ok "nobody served: no nan, no variance.png" $?
+[ "$(cell static rejected)" = 256 ] && [ -z "$(cell static output_tok_s)" ]
+ok "and all rejected" $?
+printf '\357\273\277"arrival_s","prompt_tokens","output_tokens"\r\n"0","4","2"\r\n' >"$tmp/trace"
+run 0 'continuous *1 ' "$bs" $sim --trace "$tmp/trace" --out "$tmp/a/b/o"
+printf 'arrival_s,prompt_tokens,output_tokens\n0,4,2\n3e10,4,2\n' >"$tmp/trace"
+run 1 '1e9 is the most' "$bs" $sim --trace "$tmp/trace" --out "$tmp/o"
+run 1 'cannot read' "$bs" $tiny --prompts "$tmp/none" --out "$tmp/o"
+"$bs" compare --help >/dev/full 2>"$tmp/out"
+[ $? -eq 1 ]
+ok "a help that cannot be written" $?
+# Ctrl-C: what was there stays until a policy is complete; what is half done is nowhere.
+"$bs" $sim --requests 64 --out "$tmp/c" >/dev/null
+cp "$tmp/c/compare.csv" "$tmp/before"
+timeout -s INT 0.3 "$bs" $tiny --requests 400 --out "$tmp/c" >"$tmp/out" 2>&1
+got=$?
+[ $got -eq 124 ] && cmp -s "$tmp/c/compare.csv" "$tmp/before" && ! ls "$tmp/c"/*.tmp >/dev/null 2>&1
+ok "interrupted before anything was finished: status $got, old results stay" $?
 
 # On real weights: tight KV preempts, and nobody's answer changes.
 run 0 'same tokens under each policy' "$bs" $tiny --requests 12 --max-batch 6 --output-len 40 --kv-tokens 144 --out "$tmp/o"

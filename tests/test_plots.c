@@ -98,6 +98,7 @@ static CompareReport make_report(PolicyResult* results, int n) {
                      "llama-3.2-1b",
                      "NVIDIA H200",
                      "256 requests, prompt 64-256, output exp 128, all at once",
+                     "256 requests, prompt 128, outputs of mean 128, all at once",
                      false};
   return r;
 }
@@ -296,7 +297,7 @@ static void test_titles(void) {
                   "Continuous batching gives the first token (P95) 5 times sooner than static"));
   r.percentile = 50;
   CHECK(same_text(compare_title(&r, true),
-                  "Bucketed batching gives the first token (P50) no sooner than static"));
+                  "Continuous batching gives the first token (P50) as soon as static"));
   p[2].completed = 200;
   CHECK(same_text(compare_title(&r, false),
                   "Continuous batching finishes 200 requests against 256 with static"));
@@ -305,8 +306,8 @@ static void test_titles(void) {
       same_text(compare_title(&r, false),
                 "Bucketed batching finishes the same 256 requests 1.49 times sooner than static"));
   p[0].completed = 0;
-  CHECK(
-      same_text(compare_title(&r, true), "Bucketed batching gives the first token (P50) in 10 ms"));
+  CHECK(same_text(compare_title(&r, true),
+                  "Continuous batching finishes 200 requests against 0 with static"));
   r = make_report(p + 1, 1);
   CHECK(same_text(compare_title(&r, false), "Bucketed batching finishes 256 requests in 19.5 s"));
   CHECK(same_text(variance_title(&r),
@@ -326,17 +327,19 @@ static void test_cdf(void) {
   Scale x = {SCALE_LOG10, 0.1, 10000, 100, 600}, y = {SCALE_LINEAR, 0, 100, 500, 100};
   Axes a = {{0, 0, 700, 600}, {100, 100, 600, 500}, x, y};
   clear();
-  draw_cdf(&a, ms, 4, POLICY_CONTINUOUS);
+  draw_cdf(&a, ms, 4, 4, POLICY_CONTINUOUS);
   CHECK(ink_at(200, 450) == INK_BLUE && ink_at(300, 350) == INK_BLUE);  // up at 1 and at 10 ms
   CHECK(ink_at(250, 400) == INK_BLUE && ink_at(350, 300) == INK_BLUE);  // along 25% and 50%
   CHECK(ink_at(500, 101) == INK_BLUE && ink_at(200, 390) == INK_NONE);
   CHECK(is_empty(204, 404, 500, 500) && is_empty(0, 100, 196, 500) && is_empty(504, 0, 700, 600));
   clear();
-  draw_cdf(&a, hole, 4, POLICY_STATIC);
+  draw_cdf(&a, hole, 4, 4, POLICY_STATIC);
   CHECK(ink_at(350, 400) == INK_RED);  // 25%, until the next known one
   clear();
-  draw_cdf(&a, NULL, 0, POLICY_STATIC);
+  draw_cdf(&a, NULL, 0, 4, POLICY_STATIC);
   CHECK(is_empty(0, 0, 700, 600));
+  draw_cdf(&a, ms, 4, 8, POLICY_CONTINUOUS);  // half of the requests were never served
+  CHECK(ink_at(500, 301) == INK_BLUE && is_empty(0, 100, 700, 296));
 }
 
 // Equal latencies hide each other's curves: every policy has its name all the same.
@@ -349,7 +352,7 @@ static void test_latency(void) {
     for (int i = 0; i < 3; i++) {
       p[i].policy = (Policy)i;
       p[i].ttft_ms = n == 2 ? spread : all_equal;
-      p[i].ttft.n = n;
+      p[i].ttft.n = p[i].requests = n;
       p[i].ttft.p95 = n == 0 ? NAN : n == 2 ? 95.5 : 40;
     }
     CompareReport r = make_report(p, 3);
