@@ -62,17 +62,21 @@ static int generate_texts(Session* s, const Options* o, const Tokenizer* t, cons
   Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
   Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true, NULL};
   for (int i = 0; i < n; i++) {
-    if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err))
+    if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err)) {
+      free_requests(w.requests, n);
       return give_up(2, err);
+    }
     longest = w.requests[i].n_prompt > longest ? w.requests[i].n_prompt : longest;
   }
   Engine e;
   RunStats stats;
   memset(&stats, 0, sizeof stats);
   EngineSize size = {o->step_tokens, n, longest + out, 0};
-  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), longest + out, err))
+  if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), longest + out, err) ||
+      engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) {
+    free_requests(w.requests, n);
     return give_up(1, err);
-  if (engine_open(&e, &s->device, &s->weights, size, err) != ROW_OK) return give_up(1, err);
+  }
   run_requests(&e, &w, INFINITY, &stats);
   free(stats.spans);
   for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);

@@ -181,6 +181,7 @@ static int compare_pairs(const void* a, const void* b) {
 
 static const Merge* find_merge(const Tokenizer* t, int left, int right) {
   const Merge key = {(uint64_t)left << 32 | (uint32_t)right, 0, 0};
+  if (t->n_merges == 0) return NULL;  // bytes have none, and bsearch wants a table
   return (const Merge*)bsearch(&key, t->merges, (size_t)t->n_merges, sizeof(key), compare_pairs);
 }
 
@@ -430,9 +431,16 @@ static bool load_added(Tokenizer* t, const char* list, char** text, const char* 
         return file_error(err, path, "added_tokens: %s: is not supported", refused[i]);
     if (id < 0) continue;
     const Token token = {*text, n, id, true, json_get(value, "special") != NULL};
-    if (!t->tokens[id].added) t->added[t->n_added++] = id;
-    t->tokens[id] = token;
     *text += n;
+    // The vocabulary may have it too, but an id must not mean two things.
+    const Token* old = &t->tokens[id];
+    memcpy(*text, token.text, (size_t)n);
+    const int n_old = unmap_bytes(*text, n);
+    if (old->text != NULL &&
+        (old->added || old->n != n_old || memcmp(old->text, *text, n_old) != 0))
+      return file_error(err, path, "added_tokens: %d: is another token already", id);
+    t->added[t->n_added++] = id;
+    t->tokens[id] = token;
   }
   return true;
 }

@@ -6,7 +6,7 @@
 #include "identity.h"
 #ifndef NO_GOLDEN
 #include "golden.h"
-#include "reference.h"
+#include "variants.h"
 #endif
 
 static Device gpu, cpu;

@@ -75,7 +75,7 @@ static void test_small(void) {
   free_tokenizer(&t);
   // Without a file a model of 256 ids has bytes.
   CHECK(load_tokenizer("/nowhere", 256, &t, err), "%s", err);
-  CHECK(encode(&t, "a\xff ", 3, ids, err) == 3 && ids[0] == 'a' && ids[1] == 255 && ids[2] == 32);
+  CHECK(encode(&t, "ab\xff ", 4, ids, err) == 4 && ids[0] == 'a' && ids[2] == 255 && ids[3] == 32);
   free_tokenizer(&t);
   CHECK(!load_tokenizer("/nowhere", 257, &t, err) && strstr(err, "tokenizer.json: open"), "%s",
         err);
@@ -101,6 +101,8 @@ static void test_refusals(void) {
        "post_processor: "},
       {"lstrip\": false", "lstrip\": true", "added_tokens: lstrip: is not supported"},
       {"\"<tab>\"", "\"\"", "added_tokens: "},
+      {"\"id\": 259", "\"id\": 97", "added_tokens: 97: is another token already"},
+      {"\"id\": 259", "\"id\": 258", "added_tokens: 258: is another token already"},
       {"\"ab\": 256", "\"ab\": 260", "vocab: \"ab\": 260"},
       {"\"ab\": 256", "\"ab\": -1", "must be an id below the model's vocab_size 260"},
       {"\"ab\": 256", "\"ab\": 7", "vocab: 7: is there twice"},
