@@ -177,7 +177,7 @@ ok "knee leaves the file that it reads alone" $?
 run 0 '4096 *1.250 *11 ' "$bs" plan --model llama-2-70b --device sim:h100 --out "$tmp/p"
 grep -q '^2 cards, as ideal tensor parallelism' "$tmp/out" && grep -q '320.0 KiB per token' "$tmp/out"
 ok "cards and KV per token" $?
-[ "$(ls "$tmp/p" | wc -l)" -eq 8 ] && grep -q '"source": "simulated"' "$tmp/p/config.json"
+[ "$(ls "$tmp/p" | wc -l)" -eq 9 ] && grep -q '"source": "simulated"' "$tmp/p/config.json"
 ok "plan's files" $?
 grep -q 'tensor-parallel-size 2' "$tmp/p/config.json"
 ok "plan's flags know the cards" $?
