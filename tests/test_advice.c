@@ -3,6 +3,7 @@
 #define BS_NO_MAIN
 #include "../bs.cu"
 #include "check.h"
+#include "mutate.h"
 #include <regex.h>
 
 static char dir[] = "/tmp/test_advice_XXXXXX", path[4200];
@@ -638,6 +639,51 @@ static void test_config(void) {
   CHECK(valid("{\"type\": [\"null\", \"integer\"], \"minimum\": 1}", "null", "null"));
 }
 
+// Damaged tables and traces: each is read or refused on one line, and what is read holds together.
+static void test_mutations(void) {
+  static const char* const files[] = {"tests/data/llama_batched_bench.jsonl",
+                                      "tests/data/sweep_vllm_h100_bg_llama-2-7b.csv",
+                                      "tests/data/vllm_summary.csv", NULL};
+  static const char trace[] =
+      "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.68,374,44\n"
+      "2023-11-16 18:15:50.99,396,109\r\n\"2023-11-16 18:15:51\",879,55\n";
+  static SweepRow rows[MAX_MEASURED];
+  static unsigned char good[20000], bad[20200];
+  char dir[] = "/tmp/bs-mutations-XXXXXX", path[64], err[ERR_LEN];
+  int loaded = 0, refused = 0, wrong = 0;
+  CHECK(mkdtemp(dir) != NULL);
+  snprintf(path, sizeof path, "%s/file", dir);
+  for (int i = 0; i < 4 * 2000; i++) {
+    const char* from = files[i / 2000];
+    size_t len = sizeof trace - 1;
+    if (from) {
+      FILE* f = fopen(from, "rb");
+      len = f ? fread(good, 1, sizeof good, f) : 0;
+      if (f) fclose(f);
+    } else {
+      memcpy(good, trace, len);
+    }
+    len = mutate(bad, good, len, 400);
+    FILE* f = fopen(path, "wb");
+    if (!f || fwrite(bad, 1, len, f) != len || fclose(f) != 0) die("%s: cannot write", path);
+    int n = 0;
+    *err = '\0';
+    TraceRow* t = from ? NULL : read_trace(path, 0, &n, err);
+    if (from) n = read_measurements(path, 0, 0, rows, err);
+    bool ok = from ? n > 0 : t != NULL;
+    for (int k = 0; k < n && ok && from; k++) wrong += rows[k].batch < 1;
+    for (int k = 0; k < n && ok && t; k++) wrong += !(t[k].arrival >= 0) || t[k].prompt < 1;
+    wrong += !ok && (*err == '\0' || strchr(err, '\n') != NULL);
+    loaded += ok;
+    refused += !ok;
+    free(t);
+  }
+  CHECK(wrong == 0, "%d of 8,000 damaged files gave rows or messages that cannot be", wrong);
+  CHECK(loaded > 400 && refused > 400, "%d loaded, %d refused", loaded, refused);
+  remove(path);
+  rmdir(dir);
+}
+
 int main(void) {
   if (!mkdtemp(dir)) return 1;
   test_csv_forms();
@@ -658,5 +704,6 @@ int main(void) {
     remove(path);
   }
   rmdir(dir);
+  test_mutations();
   return check_report();
 }
