@@ -195,6 +195,7 @@ struct Device {
   int n_list, cap_list;
   size_t tagged[N_MEM];   // bytes, by tag
   bool refused;           // an allocation failed although the budget allowed it
+  bool fp8_kv;            // --kv fp8: numbers of the cache in e4m3
   long fail_after;        // tests: the allocation after this many fails; -1 = none does
   int sms;                // CUDA: multiprocessors
   int shared_bytes;       // CUDA: shared memory a block may have
@@ -476,8 +477,18 @@ static void blocks_release(BlockTable* b, int slot) {
     b->free_list[b->n_free++] = b->table[(size_t)slot * b->max_blocks + --b->held[slot]];
 }
 
-static size_t kv_bytes_per_token(const Config* c, int kv_size) {  // kv_size: bytes of one number
-  return (size_t)2 * c->n_layers * c->n_kv_heads * c->head_dim * kv_size;
+// kv_size: bytes of one number. 1 is fp8, with a scale of two bytes for each token and head's K, V.
+static int kv_scale_size(int kv_size) {
+  return kv_size == 1 ? 2 : 0;
+}
+
+static size_t kv_bytes_per_token(const Config* c, int kv_size) {
+  int head = c->head_dim * kv_size + kv_scale_size(kv_size);
+  return (size_t)2 * c->n_layers * c->n_kv_heads * head;
+}
+
+static int device_kv_size(const Device* d) {
+  return d->fp8_kv ? 1 : d->api->kv_size;
 }
 
 // ---- The engine: a model on a device, with a cache, and steps in flight. engine_submit queues one
@@ -534,8 +545,9 @@ static void engine_kv_bytes(const Device* d, const Config* c, EngineSize s, size
   size_t wide =  // a key as it is stored
       (c->head_dim + d->api->key_multiple - 1) / d->api->key_multiple * d->api->key_multiple;
   size_t rows = blocks * KV_BLOCK * c->n_layers * c->n_kv_heads;
-  *k_bytes = rows * wide * d->api->kv_size;
-  *v_bytes = rows * c->head_dim * d->api->kv_size;
+  int size = device_kv_size(d), scale = kv_scale_size(size);
+  *k_bytes = rows * (wide * size + scale);
+  *v_bytes = rows * ((size_t)c->head_dim * size + scale);
 }
 
 static void engine_close(Engine* e) {
@@ -1158,7 +1170,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
       plan_step(&s, p);
       more = p->batch.n_tokens > 0;
       if (more) {
-        p->work = count_work(&e->w->config, &p->batch, api->kv_size);
+        p->work = count_work(&e->w->config, &p->batch, device_kv_size(e->device));
         engine_submit(e, &p->batch);
         submitted++;
       }
@@ -1787,6 +1799,10 @@ static int sweep_rows(Session* s, const Options* o, SweepRow* rows, ResultFile* 
   return done;
 }
 
+static const char* dtype_name(bool fp8_kv) {
+  return fp8_kv ? "fp16, KV cache fp8" : "fp16";
+}
+
 static int cmd_sweep(Session* s, const Options* o) {
   char err[ERR_LEN];
   const Config* c = &s->model.config;
@@ -1815,6 +1831,7 @@ static int cmd_sweep(Session* s, const Options* o) {
   SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, {0}}, o->rules,       c->name,
                         s->device.name, false, s->device.bandwidth,      s->device.rate, 1,
                         false};
+  report.fp8_kv = s->device.fp8_kv;
   report.n_rows = sweep_rows(s, o, rows, &csv);
   if (report.n_rows == 0) {  // earlier results stay as they are
     result_drop(&csv);
@@ -1829,7 +1846,7 @@ static int cmd_sweep(Session* s, const Options* o) {
     printf("\n");
     print_knee(stdout, &report);
     print_prediction(stdout, &report);
-    if (!write_config_json(o->out, &report, "fp16", o->step_tokens, err) ||
+    if (!write_config_json(o->out, &report, dtype_name(s->device.fp8_kv), o->step_tokens, err) ||
         !plot_sweep(&report, o->out, err))
       return give_up(1, err);
     printf(
@@ -2446,6 +2463,9 @@ static int run_on_device(Session* s, Options* o) {
   if (!open_device(s, o, err)) return give_up(1, err);
   if (s->device.api == &cpu_backend && strcmp(o->matmul, "auto") != 0)
     return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
+  s->device.fp8_kv = strcmp(o->kv, "fp8") == 0;
+  if (s->device.api == &cpu_backend && s->device.fp8_kv)
+    return give_up(2, "--kv fp8 needs a GPU: the CPU keeps its cache in fp32");
   if (!open_model(s, o, err)) return give_up(1, err);
   fill_defaults(o, &s->model.config, s->device.api != &cpu_backend);
   int status = o->command == CMD_GENERATE  ? cmd_generate(s, o)

@@ -11,6 +11,7 @@
 //
 // Letters in shapes are model.h's.
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
 // ---- Kernels. All data that a matrix unit multiplies lies in memory the way its registers want
@@ -58,7 +59,7 @@ __host__ __device__ static inline size_t activation_index(int t, int k, int n_k,
 
 // V of one cache block [16 tokens, K] for p . v: lane (g, t) finds tokens 4t .. 4t+3 of dims g and
 // g + 8 in 16 bytes.
-__device__ static inline int v_index(int token, int dim) {
+__host__ __device__ static inline int v_index(int token, int dim) {
   return (dim / 16) * 256 + (dim % 8) * 32 + (token / 4) * 8 + ((dim / 8) % 2) * 4 + token % 4;
 }
 
@@ -253,9 +254,12 @@ __global__ void __launch_bounds__(NORM_THREADS)
 
 // ---- Where q, k and v go.
 
+// The cache is made of pages: 16 tokens' keys, or values, of one kv head. fp16: the numbers. fp8:
+// the numbers in e4m3, then a scale of two bytes for each token.
 typedef struct {
-  half* k;  // [L, blocks, G, 16, KD]  KD = K rounded up to 32, the rest zero
-  half* v;  // [L, blocks, G, 16 K] in the order of v_index
+  void* k;  // [L, blocks, G] pages of [16, KD], fp8 in the order of fp8_key_index
+            // KD = K rounded up to 32, the rest zero
+  void* v;  // [L, blocks, G] pages of [16 K] in the order of v_index
   int n_blocks, max_blocks;
   int heads, kv_heads, layer;
 } DeviceKV;
@@ -264,10 +268,30 @@ __host__ __device__ static inline int key_width(int head_dim) {
   return (head_dim + 31) / 32 * 32;
 }
 
-__device__ static inline size_t kv_block(const DeviceKV* kv, const int* table, int slot, int pos,
-                                         int g) {
+__device__ static inline size_t kv_page(const DeviceKV* kv, const int* table, int slot, int pos,
+                                        int g) {
   int block = table[(size_t)slot * kv->max_blocks + pos / KV_BLOCK];
-  return (((size_t)kv->layer * kv->n_blocks + block) * kv->kv_heads + g) * KV_BLOCK;
+  return ((size_t)kv->layer * kv->n_blocks + block) * kv->kv_heads + g;
+}
+
+typedef uint8_t fp8;
+
+// Pages of numbers N begin on whole sectors of 32 bytes: KD is a multiple of 32, K of 16.
+template <typename N>
+__host__ __device__ constexpr int page_bytes(int width) {
+  return KV_BLOCK * (width * (int)sizeof(N) + (sizeof(N) == 1 ? (int)sizeof(half) : 0));
+}
+
+template <typename N>
+__device__ static inline N* page_at(void* pages, size_t page, int width) {
+  return (N*)((char*)pages + page * page_bytes<N>(width));
+}
+
+// fp8: lane (column, t) finds what attend_chunk multiplies, numbers 8t .. 8t+7 of every 32 of its
+// two keys, in 16 bytes.
+__host__ __device__ static inline int fp8_key_index(int token, int dim) {
+  int column = token / 4 * 2 + token % 2;
+  return ((dim / 32 * 8 + column) * 4 + dim % 32 / 8) * 16 + token % 4 / 2 * 8 + dim % 8;
 }
 
 typedef struct {  // what becomes of qkv's results
@@ -277,6 +301,14 @@ typedef struct {  // what becomes of qkv's results
   DeviceBatch batch;
   int head_dim;
 } QkvTarget;
+
+__device__ static inline void rotate(const QkvTarget* to, int pos, int i, float* first,
+                                     float* second) {
+  float2 a = to->angles[(size_t)pos * (to->head_dim / 2) + i];
+  float rotated = *first * a.x - *second * a.y;
+  *second = *second * a.x + *first * a.y;
+  *first = rotated;
+}
 
 // Elements i and i + K/2 of one head of token t: rotated if q or k, then to q or, as fp16, into the
 // cache. Twin: rope_and_store.
@@ -288,16 +320,13 @@ __device__ static inline void store_qkv(const QkvTarget* to, int t, int head, in
   if (slot < 0) return;  // padding
   half* row = to->q + ((size_t)t * kv->heads + head) * width;
   int g = head - kv->heads, first_at = i, second_at = i + half_dim;
-  if (g < kv->kv_heads) {
-    float2 a = to->angles[(size_t)pos * half_dim + i];
-    float rotated = first * a.x - second * a.y;
-    second = second * a.x + first * a.y;
-    first = rotated;
-  }
+  if (g < kv->kv_heads) rotate(to, pos, i, &first, &second);
   if (g >= 0 && g < kv->kv_heads)
-    row = kv->k + (kv_block(kv, to->batch.table, slot, pos, g) + pos % KV_BLOCK) * width;
+    row = page_at<half>(kv->k, kv_page(kv, to->batch.table, slot, pos, g), width) +
+          pos % KV_BLOCK * width;
   if (g >= kv->kv_heads) {
-    row = kv->v + kv_block(kv, to->batch.table, slot, pos, g - kv->kv_heads) * to->head_dim;
+    row = page_at<half>(kv->v, kv_page(kv, to->batch.table, slot, pos, g - kv->kv_heads),
+                        to->head_dim);
     first_at = v_index(pos % KV_BLOCK, i);
     second_at = v_index(pos % KV_BLOCK, i + half_dim);
   }
@@ -314,6 +343,54 @@ __global__ void rope_kernel(QkvTarget to, Unsummed qkv) {
   if (head >= heads) return;
   size_t at = ((size_t)t * heads + head) * to.head_dim + i / 8 * 16 + i % 8;
   store_qkv(&to, t, head, i, sum_slices<float>(qkv, at), sum_slices<float>(qkv, at + 8));
+}
+
+enum { FP8_ROPE_WARPS = 4 };
+
+// The same for an fp8 cache. A warp per head, since k and v need the head's largest number: the
+// scale takes it to e4m3's largest, 448, and is rounded up so that nothing is cut off. A scale
+// depends on nothing but its own token: answers stay the same in any company.
+__global__ void __launch_bounds__(FP8_ROPE_WARPS* WARP)
+    rope_fp8_kernel(QkvTarget to, Unsummed qkv) {
+  enum { PAIRS = MAX_HEAD_DIM / 2 / WARP };
+  wait_for_previous();
+  const DeviceKV* kv = &to.kv;
+  int t = blockIdx.x, half_dim = to.head_dim / 2, heads = kv->heads + 2 * kv->kv_heads;
+  int head = blockIdx.y * FP8_ROPE_WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
+  int slot = to.batch.slot[t], pos = to.batch.pos[t], token = pos % KV_BLOCK;
+  if (head >= heads || slot < 0) return;
+  float pair[PAIRS][2] = {}, most = 0;
+  bool is_key = head < kv->heads + kv->kv_heads;
+  for (int j = 0; j < PAIRS; j++) {
+    int i = lane + j * WARP;
+    if (i >= half_dim) break;
+    size_t at = ((size_t)t * heads + head) * to.head_dim + i / 8 * 16 + i % 8;
+    pair[j][0] = sum_slices<float>(qkv, at);
+    pair[j][1] = sum_slices<float>(qkv, at + 8);
+    if (head < kv->heads) store_qkv(&to, t, head, i, pair[j][0], pair[j][1]);
+    if (is_key) rotate(&to, pos, i, &pair[j][0], &pair[j][1]);
+    for (int e = 0; e < 2; e++) {
+      pair[j][e] = __half2float(__ushort_as_half(f32_to_f16(pair[j][e])));  // no infinity
+      most = fmaxf(most, fabsf(pair[j][e]));
+    }
+  }
+  if (head < kv->heads) return;
+  for (int offset = 16; offset > 0; offset /= 2)
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+  half scale = __float2half_ru(most / 448);
+  int g = (head - kv->heads) % kv->kv_heads, width = is_key ? key_width(to.head_dim) : to.head_dim;
+  fp8* page =
+      page_at<fp8>(is_key ? kv->k : kv->v, kv_page(kv, to.batch.table, slot, pos, g), width);
+  if (lane == 0) ((half*)(page + KV_BLOCK * width))[token] = scale;
+  for (int j = 0; j < PAIRS; j++) {
+    for (int e = 0; e < 2; e++) {
+      int i = lane + j * WARP, dim = i + e * half_dim;
+      float x = most > 0 ? pair[j][e] / __half2float(scale) : 0;
+      if (i < half_dim)
+        page[is_key ? fp8_key_index(token, dim) : v_index(token, dim)] =
+            __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+    }
+  }
 }
 
 // ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, a ladder of four rungs.
@@ -933,27 +1010,91 @@ __device__ static inline void merge(Softmax<N>* a, float max, float sum, const f
 // Keys of a block's turn, of a warp's.
 enum { SPLIT = 256, CHUNK = 64, ATTENTION_WARPS = 4, PAGES = CHUNK / KV_BLOCK };
 
+// Eight numbers of the cache, as they lie there and, widened, as the B operands of two mmas.
+template <typename N>
+struct Eight {
+  typedef uint4 type;
+};
+template <>
+struct Eight<fp8> {
+  typedef uint2 type;
+};
+
+// Two e4m3 become two fp16, exactly. Older cards: exponent and mantissa move into place, which is
+// 2^8 too little because fp16's exponent bias is 15, not 7.
+__device__ static inline uint32_t widen2(uint32_t two) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  uint32_t r;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((uint16_t)two));
+  return r;
+#else
+  two = (two & 0xff) << 8 | (two & 0xff00) << 16;  // a byte at the top of each half
+  two = (two & 0x80008000) | (two & 0x7f007f00) >> 1;
+  half2 h = __hmul2(*(half2*)&two, __floats2half2_rn(256, 256));
+  return *(uint32_t*)&h;
+#endif
+}
+
+__device__ static inline uint4 widen(uint4 v) {
+  return v;
+}
+__device__ static inline uint4 widen(uint2 v) {
+  return make_uint4(widen2(v.x & 0xffff), widen2(v.x >> 16), widen2(v.y & 0xffff),
+                    widen2(v.y >> 16));
+}
+
+// One lane's 8 of numbers 32c .. 32c+31 of the first or second of its two keys of a page.
+template <int KD>
+__device__ static inline uint4 load_key(const half* page, int i, int c) {
+  int column = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
+  return *(const uint4*)(page + (column / 2 * 4 + column % 2 + i * 2) * KD + t * 8 + c * 32);
+}
+template <int KD>
+__device__ static inline uint4 load_key(const fp8* page, int i, int c) {
+  uint4 both = ((const uint4*)page)[c * WARP + threadIdx.x % WARP];  // one load for both i
+  return widen(i ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y));
+}
+
+// The scales of four tokens, from `first` on, of an fp8 page; nothing else has any.
+__device__ static inline uint2 load_scales(const half*, int, int) {
+  return make_uint2(0, 0);
+}
+__device__ static inline uint2 load_scales(const fp8* page, int width, int first) {
+  return *(const uint2*)(page + KV_BLOCK * width + first * sizeof(half));
+}
+__device__ static inline float scale_at(uint2 scales, int i) {
+  half2 h = *(half2*)(i < 2 ? &scales.x : &scales.y);
+  return i % 2 ? __high2float(h) : __low2float(h);
+}
+
+// fp8: p times a scale of v is often below fp16's normal numbers, so numerator and denominator of
+// the softmax are both taken this much larger. 256 x 65504 / 448 still is an fp16.
+static const float FP8_GAIN = 256;
+
 // One warp: 16 query rows against 64 keys from key0, two matrix products on fragments loaded
 // straight from the cache. Column c of the score tile is key 4 (c / 2) + c % 2 (+ 2 in the second
 // tile), so that lane t ends up with keys 4t .. 4t+3, which is what it needs as the A operand of p
-// . v.
-template <int K>
+// . v. upper: rows 8 and up matter; a decode step has fewer for most models.
+template <int K, typename N>
 __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int slot, int g, int key0,
-                                    int last_key, const int row_pos[2], const uint4 q[][2],
-                                    float max[2], float sum[2], float out[][4]) {
+                                    int last_key, bool upper, const int row_pos[2],
+                                    const uint4 q[][2], float max[2], float sum[2],
+                                    float out[][4]) {
   constexpr int KD = (K + 31) / 32 * 32;
-  int lane = threadIdx.x % WARP, column = lane / 4, t = lane % 4;
+  constexpr bool SCALED = sizeof(N) == 1;
+  int lane = threadIdx.x % WARP, t = lane % 4;
   float s[PAGES][2][4] = {};
-  uint4 v[PAGES][K / 16];
+  typename Eight<N>::type v[PAGES][K / 16];
+  uint2 k_scale[PAGES], v_scale[PAGES];
 #pragma unroll
   for (int p = 0; p < PAGES; p++) {
     int page = key0 + p * KV_BLOCK <= last_key ? key0 + p * KV_BLOCK
                                                : key0;  // beyond the end: any page, masked below
-    size_t block = kv_block(kv, table, slot, page, g);
+    const N* from = page_at<N>(kv->k, kv_page(kv, table, slot, page, g), KD);
+    k_scale[p] = load_scales(from, KD, t * 4);
     for (int i = 0; i < 2; i++) {
-      const half* k = kv->k + (block + column / 2 * 4 + column % 2 + i * 2) * KD + t * 8;
       for (int c = 0; c < KD / 32; c++) {
-        uint4 b = *(const uint4*)(k + c * 32);
+        uint4 b = load_key<KD>(from, i, c);
         mma(s[p][i], q[c][0], b.x, b.y);
         mma(s[p][i], q[c][1], b.z, b.w);
       }
@@ -962,16 +1103,21 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
 #pragma unroll
   for (int p = 0; p < PAGES; p++) {  // apart from the keys: together they need more registers
     int page = key0 + p * KV_BLOCK <= last_key ? key0 + p * KV_BLOCK : key0;
-    const uint4* from = (const uint4*)(kv->v + kv_block(kv, table, slot, page, g) * K) + lane;
-    for (int c = 0; c < K / 16; c++) v[p][c] = from[c * WARP];
+    const N* from = page_at<N>(kv->v, kv_page(kv, table, slot, page, g), K);
+    for (int c = 0; c < K / 16; c++)
+      v[p][c] = ((const typename Eight<N>::type*)from)[c * WARP + lane];
+    v_scale[p] = load_scales(from, K, t * 4);
   }
   const float scale = 1.44269504f * rsqrtf((float)K);  // scores in powers of two
+#pragma unroll
   for (int r = 0; r < 2; r++) {
+    if (SCALED && r == 1 && !upper) break;
     max[r] = -INFINITY;
     sum[r] = 0;
     for (int i = 0; i < PAGES * 4; i++) {
       float* score = &s[i / 4][i / 2 % 2][r * 2 + i % 2];
       int key = key0 + i / 4 * KV_BLOCK + t * 4 + i % 4;
+      if (SCALED) *score *= scale_at(k_scale[i / 4], i % 4);
       *score = key <= row_pos[r] ? *score * scale : -INFINITY;
       max[r] = fmaxf(max[r], *score);
     }
@@ -982,7 +1128,9 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
       float* score = &s[i / 4][i / 2 % 2][r * 2 + i % 2];
       *score = exp2f(*score - base);
       sum[r] += *score;
+      if (SCALED) *score *= FP8_GAIN * scale_at(v_scale[i / 4], i % 4);
     }
+    if (SCALED) sum[r] *= FP8_GAIN;
     sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
     sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
   }
@@ -992,24 +1140,22 @@ __device__ static void attend_chunk(const DeviceKV* kv, const int* table, int sl
     for (int i = 0; i < 4; i++)
       a[i] = __floats2half2_rn(s[p][i / 2][i % 2 * 2], s[p][i / 2][i % 2 * 2 + 1]);
     for (int c = 0; c < K / 16; c++) {
-      mma(out[2 * c], *(uint4*)a, v[p][c].x, v[p][c].y);
-      mma(out[2 * c + 1], *(uint4*)a, v[p][c].z, v[p][c].w);
+      uint4 b = widen(v[p][c]);
+      mma(out[2 * c], *(uint4*)a, b.x, b.y);
+      mma(out[2 * c + 1], *(uint4*)a, b.z, b.w);
     }
   }
 }
 
 // What is in the cache already can come to L2 while the kernels before still run.
-template <int K>
+template <int K, typename N>
 __device__ static inline void prefetch_pages(const DeviceKV* kv, const int* table, int slot, int g,
                                              int key0, int last_key) {
   int lane = threadIdx.x % WARP, key = key0 + lane / 2 * KV_BLOCK;
   if (lane >= 2 * PAGES || key > last_key) return;
-  size_t block = kv_block(kv, table, slot, key, g);
-  if (lane % 2) {
-    prefetch(kv->v + block * K, KV_BLOCK * K * sizeof(half));
-  } else {
-    prefetch(kv->k + block * key_width(K), KV_BLOCK * key_width(K) * sizeof(half));
-  }
+  int width = lane % 2 ? K : key_width(K);
+  prefetch(page_at<N>(lane % 2 ? kv->v : kv->k, kv_page(kv, table, slot, key, g), width),
+           page_bytes<N>(width));
 }
 
 // A decode step's only token of a slot: its q for this block's heads, to shared memory (where to->q
@@ -1053,18 +1199,27 @@ __device__ static inline void load_queries(uint4 fragment[][2], int row_pos[2], 
   }
 }
 
+// The partial result of one split of one row: 8 threads hold K / 8 outputs each.
+template <int N>
+__device__ static inline void store_partial(float* to, const Softmax<N>* s, int lane0) {
+  if (lane0 == 0) to[0] = s->max;
+  if (lane0 == 0) to[1] = s->sum;
+  for (int i = 0; i < N; i++) to[2 + lane0 + i * 8] = s->out[i];
+}
+
 // out[T, H, K] = softmax(q . k / sqrt(K)) . v over each token's own positions. A block takes one
-// run of tokens of a slot, the heads that share a kv head (16 rows: heads x tokens), and either one
-// split of 256 keys (gridDim.z > 1: the last block to finish merges all splits in order) or every
-// split in turn. Must read the cache of a slot once per run of its tokens. Twin: attend.
-template <int K>
+// run of tokens of a slot, the heads that share a kv head (16 rows: heads x tokens), and every
+// split of 256 keys in turn, or its share of them (gridDim.z > 1: the last block to finish merges
+// all splits in order). Must read the cache of a slot once per run of its tokens. N: the cache's
+// numbers. Twin: attend.
+template <int K, typename N, bool SHARED>
 __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
     attention_kernel(half* out, QkvTarget to, Unsummed qkv, float* partial, int* arrived,
-                     int out_group) {
+                     int most_splits, int out_group) {
   constexpr int KD = (K + 31) / 32 * 32, OWN = K / 8;
   __shared__ float chunk_out[ATTENTION_WARPS][TILE_ROWS][K], chunk_max[ATTENTION_WARPS][TILE_ROWS],
       chunk_sum[ATTENTION_WARPS][TILE_ROWS];
-  __shared__ half q_shared[TILE_ROWS * KD];
+  __shared__ half q_shared[sizeof(N) == 1 ? 1 : TILE_ROWS * KD];
   __shared__ bool last;
   const DeviceKV kv = to.kv;
   int4 run = to.batch.run[blockIdx.x];
@@ -1073,30 +1228,36 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
   int g = blockIdx.y / parts, head0 = g * group + blockIdx.y % parts * TILE_ROWS;
   int heads = min(TILE_ROWS, (g + 1) * group - head0), rows = heads * length;
   int last_key = pos0 + length - 1, n_splits = last_key / SPLIT + 1;
-  int split = gridDim.z > 1 ? blockIdx.z : 0, end = gridDim.z > 1 ? split + 1 : n_splits;
+  int split = SHARED ? n_splits * blockIdx.z / gridDim.z : 0,
+      end = SHARED ? n_splits * (blockIdx.z + 1) / gridDim.z : n_splits;
   int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row_pos[2];
-  if (slot >= 0)
-    prefetch_pages<K>(&kv, to.batch.table, slot, g, split * SPLIT + warp * CHUNK, last_key);
+  if (slot >= 0 && split < end)
+    prefetch_pages<K, N>(&kv, to.batch.table, slot, g, split * SPLIT + warp * CHUNK, last_key);
   wait_for_previous();
-  if (slot < 0 || split >= n_splits) return;
+  if (slot < 0 || split >= end) return;
   const half* q = to.q + ((size_t)first * kv.heads + head0) * KD;
-  if (qkv.slices > 0) {
+  if (sizeof(N) > 1 && qkv.slices > 0) {  // fp8: rope_fp8_kernel has done it
     q = q_shared;
     to.q = q_shared - ((size_t)first * kv.heads + head0) * KD;
     rotate_and_store<K>(&to, qkv, first, head0, heads, g, end == n_splits);
   }
   uint4 fragment[KD / 32][2];
-  load_queries<K>(fragment, row_pos, q, kv.heads, heads, rows, pos0);
   // After the products each thread owns K / 8 outputs of one row.
   int row = threadIdx.x / 8, lane0 = threadIdx.x % 8;
+  int pair = blockIdx.x * gridDim.y + blockIdx.y;
+  partial += ((size_t)pair * most_splits * TILE_ROWS + row) * (K + 2);
   Softmax<OWN> total = {-INFINITY, 0, {}};
   for (; split < end; split++) {
     int key0 = split * SPLIT + warp * CHUNK;
     float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, o[K / 8][4] = {};
+    load_queries<K>(fragment, row_pos, q, kv.heads, heads, rows, pos0);
     if (key0 <= last_key)
-      attend_chunk<K>(&kv, to.batch.table, slot, g, key0, last_key, row_pos, fragment, max, sum, o);
+      attend_chunk<K, N>(&kv, to.batch.table, slot, g, key0, last_key, rows > 8, row_pos, fragment,
+                         max, sum, o);
     __syncthreads();  // the previous split's results have been read
+#pragma unroll
     for (int r = 0; r < 2; r++) {
+      if (r == 1 && rows <= 8) break;
       chunk_max[warp][lane / 4 + r * 8] = max[r];
       chunk_sum[warp][lane / 4 + r * 8] = sum[r];
       for (int i = 0; i < K / 8; i++)
@@ -1104,31 +1265,29 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
           chunk_out[warp][lane / 4 + r * 8][i * 8 + lane % 4 * 2 + e] = o[i][r * 2 + e];
     }
     __syncthreads();
+    if (row >= rows) continue;
     Softmax<OWN> s = {-INFINITY, 0, {}};
     for (int c = 0; c < ATTENTION_WARPS; c++)
       merge(&s, chunk_max[c][row], chunk_sum[c][row], &chunk_out[c][row][lane0], 8);
-    merge(&total, s.max, s.sum, s.out, 1);
+    if (SHARED) {
+      store_partial(partial + split * (TILE_ROWS * (K + 2)), &s, lane0);
+    } else {
+      merge(&total, s.max, s.sum, s.out, 1);
+    }
   }
   int token = first + row / heads, head = head0 + row % heads;
-  if (gridDim.z > 1 && n_splits > 1) {
-    float* mine = partial + ((size_t)token * kv.heads + head) * gridDim.z * (K + 2);
-    if (row < rows) {
-      float* to = mine + blockIdx.z * (K + 2);
-      if (lane0 == 0) to[0] = total.max;
-      if (lane0 == 0) to[1] = total.sum;
-      for (int i = 0; i < OWN; i++) to[2 + lane0 + i * 8] = total.out[i];
-    }
+  if (SHARED) {
     __threadfence();
     __syncthreads();
-    int* count = &arrived[blockIdx.x * gridDim.y + blockIdx.y];
-    if (threadIdx.x == 0) last = atomicAdd(count, 1) == n_splits - 1;
+    int* count = &arrived[pair];
+    int shares = min(n_splits, (int)gridDim.z);  // blocks that have a split
+    if (threadIdx.x == 0) last = atomicAdd(count, 1) == shares - 1;
     __syncthreads();
     if (!last) return;
     __threadfence();
     if (threadIdx.x == 0) *count = 0;
-    total = {-INFINITY, 0, {}};
     for (int s = 0; s < n_splits && row < rows; s++) {
-      const float* from = mine + s * (K + 2);
+      const float* from = partial + s * (TILE_ROWS * (K + 2));
       float o[OWN];
       for (int i = 0; i < OWN; i++) o[i] = __ldcg(from + 2 + lane0 + i * 8);
       merge(&total, __ldcg(from), __ldcg(from + 1), o, 1);
@@ -1378,6 +1537,7 @@ typedef struct Gpu {
   cudaStream_t stream;
   const Device* device;
   Matmul matmul;
+  bool fp8_kv;
   float *x, *y, *logits, *partial;  // [T, D], linear layers' results, [R, V], attention splits
   half *normed, *att, *hidden;      // [T, D], [T, H K], [T, F]
   int* arrived;                     // attention: blocks of a run that are done
@@ -1526,12 +1686,31 @@ static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, 
   return u;
 }
 
+// Blocks among which attention shares the splits of a run. The fewest that let the GPU be done in
+// the fewest turns: blocks that stay can ask for their next keys early.
+static int attention_shares(const Device* d, const QkvTarget* to, int runs, int splits) {
+  int blocks = runs * to->kv.kv_heads * ceil_div(to->kv.heads / to->kv.kv_heads, TILE_ROWS);
+  int at_once = d->sms * (to->head_dim <= 64 ? 4 : 2), best = 1, best_turns = INT_MAX;
+  for (int z = 1; z <= splits; z++) {
+    int turns = ceil_div(blocks * z, at_once) * ceil_div(splits, z);
+    if (turns >= best_turns) continue;
+    best = z;
+    best_turns = turns;
+  }
+  return best;
+}
+
 template <int K>
 static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
                              Unsummed qkv) {
   int parts = ceil_div(to.kv.heads / to.kv.kv_heads, TILE_ROWS);
-  launch(g, attention_kernel<K>, dim3(runs, to.kv.kv_heads * parts, splits), ATTENTION_WARPS * WARP,
-         0, g->att, to, qkv, g->partial, g->arrived, activation_group(g, n_tokens));
+  int shares = attention_shares(g->device, &to, runs, splits);
+  auto kernel = g->fp8_kv
+                    ? shares > 1 ? attention_kernel<K, fp8, true> : attention_kernel<K, fp8, false>
+                : shares > 1 ? attention_kernel<K, half, true>
+                             : attention_kernel<K, half, false>;
+  launch(g, kernel, dim3(runs, to.kv.kv_heads * parts, shares), ATTENTION_WARPS * WARP, 0, g->att,
+         to, qkv, g->partial, g->arrived, splits, activation_group(g, n_tokens));
 }
 
 // qkv: slices of a decode step that are still to be rotated and stored, or none.
@@ -1547,6 +1726,17 @@ static void attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarge
   run(g, n_tokens, runs, splits, to, qkv);
 }
 
+// Where qkv's results are not stored by who computes or who reads them.
+static void rope(const Gpu* g, int n_tokens, QkvTarget to, Unsummed qkv) {
+  int heads = to.kv.heads + 2 * to.kv.kv_heads;
+  if (g->fp8_kv) {
+    launch(g, rope_fp8_kernel, dim3(n_tokens, ceil_div(heads, FP8_ROPE_WARPS)),
+           FP8_ROPE_WARPS * WARP, 0, to, qkv);
+  } else {
+    launch(g, rope_kernel, dim3(n_tokens, ceil_div(heads * to.head_dim / 2, 128)), 128, 0, to, qkv);
+  }
+}
+
 static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
                      const int* row) {
   launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
@@ -1559,15 +1749,15 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
   const Config* c = &e->w->config;
   const Gpu* g = e->gpu;
   QkvTarget qkv = g->qkv;
-  int pairs = (c->n_heads + 2 * c->n_kv_heads) * c->head_dim / 2;
-  Unsummed none = {NULL, 0, 0}, y = none;
+  int shares = attention_shares(g->device, &qkv, runs, splits);
+  Unsummed none = {NULL, 0, 0}, whole = {g->y, 1, 0}, y = none;
   bool few = g->matmul == MATMUL_MMA && T <= SKINNY_TOKENS &&
              (size_t)T * c->dim * sizeof(half) + 8192 <= (size_t)g->device->shared_bytes;
   SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0},
               norm = {NULL, g->x, NULL, NULL, c->norm_eps};
   // Attention can rotate and store by itself if tokens do not need each other; worth it while all
   // its blocks run at once (H200, 64 tokens: -30 us a step; 256 tokens: +156).
-  bool fuse = advance && T * c->n_kv_heads * splits <= 4 * g->device->sms;
+  bool fuse = advance && !g->fp8_kv && T * c->n_kv_heads * shares <= 4 * g->device->sms;
   launch(g, embed_kernel, dim3(T), 256, 0, g->x, (const half*)e->w->embed.w, qkv.batch,
          (const int*)g->sampler.sampled, c->dim, g->matmul == MATMUL_MMA);
   for (int layer = 0; layer < c->n_layers; layer++) {
@@ -1575,7 +1765,9 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
     qkv.kv.layer = layer;
     if (few) {
       norm.weight = l->attn_norm;
-      matmul_skinny<OUT_QKV, true>(g, NULL, norm, &l->qkv, T, layer);
+      if (g->fp8_kv) matmul_skinny<OUT_FLOAT, true>(g, g->y, norm, &l->qkv, T, layer);
+      if (g->fp8_kv) rope(g, T, qkv, whole);
+      if (!g->fp8_kv) matmul_skinny<OUT_QKV, true>(g, NULL, norm, &l->qkv, T, layer);
       attention(g, T, runs, splits, qkv, none);
       matmul_skinny<OUT_RESIDUAL, false>(g, g->x, att, &l->o, T, layer);
       norm.weight = l->mlp_norm;
@@ -1585,7 +1777,7 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
     }
     add_norm(g, c, T, y, l->attn_norm, NULL);
     y = matmul<OUT_FLOAT>(g, g->y, g->normed, &l->qkv, T);
-    if (!fuse) launch(g, rope_kernel, dim3(T, ceil_div(pairs, 128)), 128, 0, qkv, y);
+    if (!fuse) rope(g, T, qkv, y);
     attention(g, T, runs, splits, qkv, fuse ? y : none);
     y = matmul<OUT_FLOAT>(g, g->y, g->att, &l->o, T);
     add_norm(g, c, T, y, l->mlp_norm, NULL);
@@ -1799,6 +1991,7 @@ static bool gpu_engine_open(Engine* e) {
   Gpu* g = e->gpu = (Gpu*)xcalloc(1, sizeof *g);
   g->device = e->device;
   g->matmul = e->w->matmul;
+  g->fp8_kv = e->device->fp8_kv;
   CUDA_CHECK(cudaStreamCreateWithFlags(&g->stream, cudaStreamNonBlocking));
   CUDA_CHECK(cudaEventCreate(&g->base));
   for (int i = 0; i < IN_FLIGHT; i++) CUDA_CHECK(cudaEventCreate(&g->end[i]));
@@ -1808,8 +2001,7 @@ static bool gpu_engine_open(Engine* e) {
   CUDA_CHECK(cudaMallocHost((void**)&g->staging, IN_FLIGHT * g->staging_ints * sizeof(int)));
   CUDA_CHECK(cudaMallocHost((void**)&g->sampled, IN_FLIGHT * e->size.max_slots * sizeof(int)));
   const KVCache* kv = &e->kv;
-  g->qkv.kv = {
-      (half*)kv->k, (half*)kv->v, kv->n_blocks, kv->max_blocks, c->n_heads, c->n_kv_heads, 0};
+  g->qkv.kv = {kv->k, kv->v, kv->n_blocks, kv->max_blocks, c->n_heads, c->n_kv_heads, 0};
   g->qkv.angles = (const float2*)e->w->rope;
   g->qkv.head_dim = c->head_dim;
   CUDA_CHECK(cudaDeviceSynchronize());

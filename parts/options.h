@@ -58,7 +58,7 @@ typedef struct {
   const char* prompts[MAX_PROMPTS];
   int n_prompts, n_batches, batches[MAX_BATCHES];  // batches ascend
   int n_kv_heads, kv_heads[MAX_BATCHES];           // plan: what if there were so many
-  const char *kv, *file;                           // plan; knee
+  const char *kv, *file;                           // all; knee
   int cards;                                       // plan; 0: as few as hold the model
   bool percentile_given;
   Dist input, output;                               // of DIST_NONE, as
@@ -91,6 +91,7 @@ static const Option option_table[] = {
      "auto: a GPU if any; sim:h100, ...: a virtual clock (sim:? lists them)"},
     {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL, "(default: fits the device)"},
     {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_RUN, "GPU kernel"},
+    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_ALL, "numbers in the KV cache (GPU)"},
     {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_ALL,
      "pretend memory is smaller"},
     {"--gpus", "N", "", INT, AT(cards), 1, 1024, CMD_PLAN | CMD_KNEE,
@@ -106,9 +107,7 @@ static const Option option_table[] = {
     {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
      "most prompt tokens in a step (CPU 256, GPU 4096)"},
     {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_RUN, "of random weights, prompts, sampling"},
-    {"\nWhat if", "", "", HEADING, 0, 0, 0, CMD_PLAN | CMD_KNEE, ""},
-    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_PLAN | CMD_KNEE,
-     "numbers in the KV cache"},
+    {"\nWhat if", "", "", HEADING, 0, 0, 0, CMD_PLAN, ""},
     {"--kv-heads", "1,8,...", "", LIST, AT(n_kv_heads), 1, 1024, CMD_PLAN,
      "key/value heads: MQA, GQA, MHA; several are compared"},
     {"\nRequests (DIST: uniform:32-512, lognormal:128,1.0, exp:128, each with @longest)", "", "",
@@ -308,6 +307,8 @@ static bool check_options(Options* o, char* err) {
     return say(err, ERR_LEN, "--matmul %s needs a GPU: --device %s allows auto", o->matmul,
                o->device);
   }
+  if (strcmp(o->device, "cpu") == 0 && strcmp(o->kv, "fp8") == 0)
+    return say(err, ERR_LEN, "--kv fp8 needs a GPU: --device cpu keeps its cache in fp32");
   if (o->command == CMD_GENERATE && (o->n_prompts > 0) == (o->prompts_file != NULL)) {
     return say(err, ERR_LEN, "bs generate needs either --prompt TEXT or --prompts FILE");
   }

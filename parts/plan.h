@@ -12,11 +12,8 @@ typedef struct {
   double watermark_pct;
 } Plan;
 
-// fp8: a byte per number, and for each token, layer and head a scale of two bytes for K and for V.
 static double plan_kv_bytes(const Plan* p) {
-  const Config* c = &p->config;
-  double fp8_bytes = 2.0 * c->n_layers * c->n_kv_heads * (c->head_dim + 2);
-  return p->fp8_kv ? fp8_bytes : (double)kv_bytes_per_token(c, 2);
+  return (double)kv_bytes_per_token(&p->config, p->fp8_kv ? 1 : 2);
 }
 
 // Counts a step: a token for each of n sequences at their mean context, or a prompt of n tokens.
@@ -27,10 +24,7 @@ static Work plan_work(const Plan* p, int n, bool decode) {
     b.pos[i] = decode ? p->input_len + (p->output_len - 2) / 2 : i;
     b.slot[i] = decode ? i : 0;
   }
-  Work w = count_work(&p->config, &b, 2);
-  double saved = w.kv_bytes * (1 - plan_kv_bytes(p) / (double)kv_bytes_per_token(&p->config, 2));
-  w.kv_bytes -= saved;
-  w.noreuse_bytes -= saved;
+  Work w = count_work(&p->config, &b, p->fp8_kv ? 1 : 2);
   free(pos);
   return w;
 }
@@ -298,6 +292,5 @@ static int cmd_plan(Session* s, const Options* o) {
   for (int i = 0; i < reports[shown].n_rows; i++) print_row(stdout, &rows[shown][i], o->rules);
   printf("\n");
   if (n > 1 && !compare_heads(&p, reports, heads, n, o->out, err)) return give_up(1, err);
-  const char* dtype = p.fp8_kv ? "fp16, KV cache fp8" : "fp16";
-  return save_report(&reports[shown], o, dtype, NULL);
+  return save_report(&reports[shown], o, dtype_name(p.fp8_kv), NULL);
 }

@@ -44,6 +44,9 @@ bad '4060-laptop' plan --device sim:h101
 bad 'rate=40e12' plan --device sim:mem=8G
 bad 'gpus' plan --device sim:h100 --gpus 0
 bad "kv '" plan --device sim:h100 --kv int4
+bad 'kv fp8 needs a GPU' $tiny --kv fp8
+bad 'kv fp8 needs a GPU' compare $tiny --kv fp8
+bad 'kv fp8 needs a GPU' generate $tiny --kv fp8 --prompt a
 bad 'divide the 32 query heads' plan --device sim:h100 --model llama-2-7b --kv-heads 1,5
 bad 'context of 4096' plan --device sim:h100 --model llama-2-7b --input-len 4000 --output-len 97
 
@@ -189,6 +192,9 @@ run 0 '^       1  *16.0 ' "$bs" plan --model llama-2-7b --device sim:a100-80g --
 od -An -tx1 -N8 "$tmp/p/kv_heads.png" | grep -q '89 50 4e 47 0d 0a 1a 0a'
 ok "kv_heads.png is a PNG" $?
 run 0 'fp8' "$bs" plan --device sim:4060-laptop --kv fp8 --out "$tmp/p"
+run 0 'memory (KV)' "$bs" --device sim:h200 --model llama-3-8b --batches 64 --input-len 4032 --kv fp8 --out "$tmp/p8"
+grep -q '"dtype": "fp16, KV cache fp8"' "$tmp/p8/config.json"
+ok "config.json says fp8" $?
 
 echo "$passed passed, $failed failed"
 [ $failed -eq 0 ]

@@ -15,6 +15,10 @@ static Device gpu, cpu;
 // whole random models, whose activations are rounded to fp16 between layers on the GPU and stay
 // fp32 on the CPU.
 static const double MATMUL_TOL = 2e-5, LOGITS_TOL = 3e-2;
+// weights/tiny, fp8 cache against fp16, in parts of the logits' root mean square: each key and
+// value is off by up to a 16th, in either direction, so attention averages most of it away.
+// Measured: 0.0056, and 0.074 for the worst of 74,240 logits.
+static const double FP8_RMS_TOL = 0.01, FP8_WORST_TOL = 0.1;
 
 static float noise(uint32_t i) {
   return (float)(int32_t)(hash32(i) >> 8) / 8388608.0f - 1;
@@ -291,6 +295,177 @@ static void test_model(const char* name, int dim, int heads, int kv_heads, int h
   free(other);
 }
 
+// ---- fp8 cache
+
+enum { FP8_TOKENS = 290 };  // more than a split of 256, not a whole number of pages
+
+typedef struct {  // what a model of one layer left in the device's memory after one step
+  half *q, *att;  // [T, H, KD], [T, H K]
+  uint8_t *k, *v;
+  size_t k_bytes, v_bytes;
+} OneLayer;
+
+static OneLayer run_one_layer(Runner* r, const Model* m, bool fp8_kv) {
+  const Config* c = &m->config;
+  size_t T = FP8_TOKENS, padded = (T + TOKEN_GROUP - 1) / TOKEN_GROUP * TOKEN_GROUP;
+  size_t q_bytes = T * c->n_heads * key_width(c->head_dim) * 2,
+         att_bytes = padded * c->n_heads * c->head_dim * 2;
+  int ids[FP8_TOKENS];
+  float* logits = (float*)xcalloc(T * c->vocab_size, 4);
+  for (int i = 0; i < FP8_TOKENS; i++) ids[i] = (int)(hash32(i) % (uint32_t)c->vocab_size);
+  gpu.fp8_kv = fp8_kv;
+  open_runner(r, &gpu, m, MATMUL_MMA, FP8_TOKENS, 300, 320);
+  run_prompt(r, 2, ids, FP8_TOKENS, FP8_TOKENS, logits);
+  OneLayer l;
+  engine_kv_bytes(&gpu, c, r->e.size, &l.k_bytes, &l.v_bytes);
+  l.q = (half*)xcalloc(q_bytes, 1);
+  l.att = (half*)xcalloc(att_bytes, 1);
+  l.k = (uint8_t*)xcalloc(l.k_bytes, 1);
+  l.v = (uint8_t*)xcalloc(l.v_bytes, 1);
+  CUDA_CHECK(cudaMemcpy(l.q, r->e.gpu->qkv.q, q_bytes, cudaMemcpyDeviceToHost));
+  CUDA_CHECK(cudaMemcpy(l.att, r->e.gpu->att, att_bytes, cudaMemcpyDeviceToHost));
+  CUDA_CHECK(cudaMemcpy(l.k, r->e.kv.k, l.k_bytes, cudaMemcpyDeviceToHost));
+  CUDA_CHECK(cudaMemcpy(l.v, r->e.kv.v, l.v_bytes, cudaMemcpyDeviceToHost));
+  gpu.fp8_kv = false;
+  free(logits);
+  return l;
+}
+
+static void free_one_layer(OneLayer* l) {
+  free(l->q);
+  free(l->att);
+  free(l->k);
+  free(l->v);
+}
+
+// Key (or value) of a position as it is in either cache. step: the scale.
+static double cached(const Runner* r, const OneLayer* l, bool fp8_kv, bool key, int pos, int g,
+                     int dim, double* step) {
+  const Config* c = &r->w.config;
+  int K = c->head_dim, width = key ? key_width(K) : K, token = pos % KV_BLOCK;
+  int block = r->e.blocks.table[(size_t)2 * r->e.blocks.max_blocks + pos / KV_BLOCK];
+  size_t page = (size_t)block * c->n_kv_heads + g;
+  const uint8_t* pages = key ? l->k : l->v;
+  if (!fp8_kv) {
+    const half* from = (const half*)(pages + page * page_bytes<half>(width));
+    return __half2float(from[key ? token * width + dim : v_index(token, dim)]);
+  }
+  const uint8_t* from = pages + page * page_bytes<fp8>(width);
+  *step = __half2float(((const half*)(from + KV_BLOCK * width))[token]);
+  uint8_t x = from[key ? fp8_key_index(token, dim) : v_index(token, dim)];
+  double size = x & 0x78 ? ldexp(8 + x % 8, x / 8 % 16 - 10) : ldexp(x % 8, -9);
+  return (x & 0x80 ? -size : size) * *step;
+}
+
+// Each number of the cache is the one of the fp16 cache rounded to e4m3: by at most half of its
+// last place, a 16th, or half of the smallest step. Attention over it is that of the numbers
+// stored, to fp16's precision.
+static void test_fp8_cache(int heads, int kv_heads, int K) {
+  Config c = {"one layer", 128,   1,     heads, kv_heads, K, 160, 300, 1024,
+              true,        1e-5f, 10000, 0,     0,        0, 0,   0,   {0}};
+  Model m;
+  Runner half_runner, r;
+  if (!random_model(&c, 3, &m)) die("no memory");
+  OneLayer want = run_one_layer(&half_runner, &m, false), got = run_one_layer(&r, &m, true);
+  double worst = 0, none, *p = (double*)xcalloc(FP8_TOKENS, sizeof *p);
+  for (int i = 0; i < 2 * FP8_TOKENS * kv_heads * K; i++) {
+    int dim = i % K, g = i / K % kv_heads, pos = i / K / kv_heads % FP8_TOKENS;
+    bool key = i / K / kv_heads / FP8_TOKENS;
+    double step, x = cached(&half_runner, &want, false, key, pos, g, dim, &none);
+    double diff = fabs(cached(&r, &got, true, key, pos, g, dim, &step) - x);
+    diff /= fmax(fabs(x) / 16, step / 1024) * 1.001;
+    if (!(diff <= worst)) worst = diff;
+  }
+  CHECK(worst <= 1 && worst > 0.5, "K %d: rounding is %.3f of what e4m3 allows", K, worst);
+  worst = 0;
+  for (int i = 0; i < 600; i++) {
+    int t = i < 50 ? FP8_TOKENS - 1 - i : (int)(hash32(i) % FP8_TOKENS), h = i % heads;
+    int g = h / (heads / kv_heads), dim = (int)(hash32(i + 5000) % (uint32_t)K);
+    double sum = 0, out = 0, size = 0, step;
+    for (int key = 0; key <= t; key++) {
+      double score = 0;
+      for (int d = 0; d < K; d++)
+        score += __half2float(got.q[((size_t)t * heads + h) * key_width(K) + d]) *
+                 cached(&r, &got, true, true, key, g, d, &step);
+      p[key] = exp(score / sqrt(K));
+      sum += p[key];
+    }
+    for (int key = 0; key <= t; key++) {
+      double v = cached(&r, &got, true, false, key, g, dim, &step);
+      out += p[key] / sum * v;
+      size += p[key] / sum * fabs(v);
+    }
+    int at = activation_index(t, h * K + dim, heads * K, activation_group(r.e.gpu, FP8_TOKENS));
+    double diff = fabs(__half2float(got.att[at]) - out) / (1e-3 * size + 1e-5);
+    if (!(diff <= worst)) worst = diff;
+  }
+  CHECK(worst <= 1, "K %d: attention over an fp8 cache is off by %.2f of the tolerance", K, worst);
+  close_runner(&half_runner, &gpu);
+  close_runner(&r, &gpu);
+  free_one_layer(&want);
+  free_one_layer(&got);
+  free_model(&m);
+  free(p);
+}
+
+// 1.9 times the tokens in the same memory, at the head widths of models that are served.
+static void test_fp8_pool(void) {
+  static const char* const names[] = {"llama-3.2-1b", "llama-3-8b"};  // K = 64 and 128
+  for (int i = 0; i < 2; i++) {
+    EngineSize size = {64, 64, 4096, 0};
+    size_t k, v, k8, v8;
+    engine_kv_bytes(&gpu, find_preset(names[i]), size, &k, &v);
+    gpu.fp8_kv = true;
+    engine_kv_bytes(&gpu, find_preset(names[i]), size, &k8, &v8);
+    gpu.fp8_kv = false;
+    double more = (double)(k + v) / (k8 + v8);
+    CHECK(more >= 1.9, "%s: an fp8 pool holds %.3f times the tokens", names[i], more);
+  }
+}
+
+// weights/tiny on text: how far the cache's rounding moves a logit, and the same bits in chunks.
+static void test_fp8_logits(void) {
+  Model m;
+  Runner on_half, on_fp8;
+  char err[ERR_LEN], text[FP8_TOKENS + 1] = "";
+  int ids[FP8_TOKENS];
+  if (!load_model("weights/tiny", &m, err)) die("%s", err);
+  for (int i = 0; strlen(text) + 1 < sizeof text; i++)
+    strncat(text, beginnings[i % 8], sizeof text - 1 - strlen(text));
+  for (int i = 0; i < FP8_TOKENS; i++) ids[i] = (unsigned char)text[i];
+  size_t n = (size_t)FP8_TOKENS * m.config.vocab_size;
+  float *want = (float*)xcalloc(n, 4), *got = (float*)xcalloc(n, 4), *other = (float*)xcalloc(n, 4);
+  open_runner(&on_half, &gpu, &m, MATMUL_MMA, FP8_TOKENS, 300, 320);
+  gpu.fp8_kv = true;
+  open_runner(&on_fp8, &gpu, &m, MATMUL_MMA, FP8_TOKENS, 300, 320);
+  gpu.fp8_kv = false;
+  run_prompt(&on_half, 2, ids, FP8_TOKENS, FP8_TOKENS, want);
+  run_prompt(&on_fp8, 2, ids, FP8_TOKENS, FP8_TOKENS, got);
+  double worst = 0, squares = 0, spread = 0;
+  for (size_t i = 0; i < n; i++) {
+    double diff = fabs(got[i] - want[i]);
+    if (!(diff <= worst)) worst = diff;
+    squares += diff * diff / n;
+    spread += want[i] * want[i] / n;
+  }
+  printf("fp8 cache, weights/tiny: logits of size %.3g differ by %.3g, at most %.3g\n",
+         sqrt(spread), sqrt(squares), worst);
+  double size = sqrt(spread);
+  CHECK(worst <= FP8_WORST_TOL * size && worst > 0, "fp8 cache: a logit differs by %g", worst);
+  CHECK(sqrt(squares) <= FP8_RMS_TOL * size, "fp8 cache: logits differ by %g", sqrt(squares));
+  static const int chunks[] = {1, 7, 64, 200};
+  for (int i = 0; i < 4; i++) {
+    run_prompt(&on_fp8, i, ids, FP8_TOKENS, chunks[i], other);
+    CHECK(memcmp(got, other, n * 4) == 0, "fp8 cache: chunks of %d give other bits", chunks[i]);
+  }
+  close_runner(&on_half, &gpu);
+  close_runner(&on_fp8, &gpu);
+  free_model(&m);
+  free(want);
+  free(got);
+  free(other);
+}
+
 // ---- tokens of the engine loop: the same alone and in any company, on each device
 // -------------------------------------
 
@@ -361,11 +536,22 @@ int main(void) {
   test_model("mqa 20:1, 128", 256, 20, 1, 128, 320, 257, true);
   test_model("gqa 8:2, 80", 160, 8, 2, 80, 224, 1000, true);
   test_model("gqa 6:3, 96", 192, 6, 3, 96, 512, 333, false);
+  test_fp8_cache(4, 2, 64);
+  test_fp8_cache(20, 1, 128);
+  test_fp8_cache(3, 3, 32);
+  test_fp8_cache(8, 2, 80);
+  test_fp8_cache(6, 3, 96);
+  test_fp8_pool();
+  bool tiny = access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY");
+  if (tiny) test_fp8_logits();
   static const int batches[] = {1, 3, 8, 17, 64};
-  test_identity("smollm2-135m", &gpu, batches, 5, 24);
-  if (access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY"))
-    test_identity("weights/tiny", &gpu, batches, 5, 64);
-  if (access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY")) test_answers(&gpu);
+  for (int fp8_kv = 0; fp8_kv < 2; fp8_kv++) {
+    gpu.fp8_kv = fp8_kv;
+    test_identity("smollm2-135m", &gpu, batches, 5, 24);
+    if (tiny) test_identity("weights/tiny", &gpu, batches, 5, 64);
+    if (tiny) test_answers(&gpu);
+  }
+  gpu.fp8_kv = false;
 #ifndef NO_GOLDEN
   if (!getenv("NO_TINY")) test_golden(&gpu, 2e-2, true);
   test_variants(&gpu, 2e-2);  // of a standard deviation: activations are fp16 here
