@@ -9,30 +9,30 @@
 // The map, top to bottom. What a first reading can skip is in parts/, included where it stands:
 //    52  rows and Backend   what a run measures and decides; a device is a struct of functions
 //   180  platform shim      memory by purpose
-//   315  ceilings           how fast this device can read and multiply
-//   394  requests           what a client wants, and where it stands
-//   423  KV cache           blocks of 16 tokens and who holds them
-//   483  engine             a model on a device, with steps in flight
-//   615  roofline           the work of a step, counted
-//   661  scheduler          static, bucketed, continuous: who runs in the next step
-//  1018  engine loop        plan, submit, collect
-//  1185  CPU backend        submit = forward_cpu
-//  1293  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1296  parts/kernels.h    the forward pass as CUDA kernels, and the GPU backend
-//  1301  weights            from a checkpoint to what the device wants
-//  1397  metrics            percentiles
-//  1431  knee               the walk that finds the working point
-//  1532  parts/interop.h    other tools' measurements and traces in, their options out
-//  1533  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1535  parts/options.h    one table for parser and --help
-//  1537  sweep              one row per batch size
-//  1679  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1680  parts/tokenizer.h  text to tokens and back
-//  1682  commands           a device, a model, defaults; bs sweep
-//  1884  parts/plan.h       bs plan and bs knee
-//  1913  streams            lengths and arrivals, drawn or from a trace
-//  1945  compare            one stream of requests through every policy
-//  2442  parts/generate.h   bs generate; then main
+//   316  ceilings           how fast this device can read and multiply
+//   395  requests           what a client wants, and where it stands
+//   424  KV cache           blocks of 16 tokens and who holds them
+//   494  engine             a model on a device, with steps in flight
+//   627  roofline           the work of a step, counted
+//   673  scheduler          static, bucketed, continuous: who runs in the next step
+//  1030  engine loop        plan, submit, collect
+//  1197  CPU backend        submit = forward_cpu
+//  1305  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1308  parts/kernels.h    the forward pass as CUDA kernels, and the GPU backend
+//  1313  weights            from a checkpoint to what the device wants
+//  1409  metrics            percentiles
+//  1443  knee               the walk that finds the working point
+//  1544  parts/interop.h    other tools' measurements and traces in, their options out
+//  1545  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1547  parts/options.h    one table for parser and --help
+//  1549  sweep              one row per batch size
+//  1691  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1692  parts/tokenizer.h  text to tokens and back
+//  1694  commands           a device, a model, defaults; bs sweep
+//  1901  parts/plan.h       bs plan and bs knee
+//  1930  streams            lengths and arrivals, drawn or from a trace
+//  1962  compare            one stream of requests through every policy
+//  2459  parts/generate.h   bs generate; then main
 //
 // It refuses what it cannot do right: see README.md. "Article 1" and "article 2" are the two that
 // NOTES.md names.
