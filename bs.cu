@@ -29,10 +29,10 @@
 //  1691  parts/plots.h      drawn by us, encoded by stb_image_write
 //  1692  parts/tokenizer.h  text to tokens and back
 //  1694  commands           a device, a model, defaults; bs sweep
-//  1901  parts/plan.h       bs plan and bs knee
-//  1930  streams            lengths and arrivals, drawn or from a trace
-//  1962  compare            one stream of requests through every policy
-//  2459  parts/generate.h   bs generate; then main
+//  1899  parts/plan.h       bs plan and bs knee
+//  1928  streams            lengths and arrivals, drawn or from a trace
+//  1960  compare            one stream of requests through every policy
+//  2457  parts/generate.h   bs generate; then main
 //
 // It refuses what it cannot do right: see README.md. "Article 1" and "article 2" are the two that
 // NOTES.md names.
@@ -1803,6 +1803,51 @@ static const char* dtype_name(bool fp8_kv) {
   return fp8_kv ? "fp16, KV cache fp8" : "fp16";
 }
 
+static SweepReport new_report(const SweepRow* rows, int n, KneeRules rules, const char* model,
+                              const char* device) {
+  SweepReport r;
+  memset(&r, 0, sizeof r);
+  r.rows = rows;
+  r.n_rows = n;
+  r.rules = rules;
+  r.knee = knee(rows, n, rules);
+  r.model = model;
+  r.device = device;
+  return r;
+}
+
+// What every curve ends with: the knee in words, config.json and charts; the exit status.
+static int finish_report(const SweepReport* s, const Options* o, const char* dtype) {
+  char err[ERR_LEN], names[256] = "";
+  print_knee(stdout, s);
+  if (!write_config_json(o->out, s, dtype, o->step_tokens, err) || !plot_sweep(s, o->out, err))
+    return give_up(1, err);
+  for (int k = 0; k < N_CHARTS; k++)
+    if (has_chart(s, k)) strcat(strcat(names, " "), CHARTS[k].file);
+  printf("\n%s/: sweep.csv config.json%s summary.png\n", o->out, names);
+  return 0;
+}
+
+// A curve that was not measured here: sweep.csv first. source: a file that must not be overwritten.
+static int save_report(const SweepReport* s, const Options* o, const char* dtype,
+                       const char* source) {
+  char err[ERR_LEN];
+  struct stat from, to;
+  ResultFile csv;
+  if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
+    return give_up(1, err);
+  put_sweep_row(csv.f, HEADER, &no_row);
+  for (int i = 0; i < s->n_rows; i++) put_sweep_row(csv.f, CSV, &s->rows[i]);
+  bool same = source && stat(source, &from) == 0 && stat(csv.path, &to) == 0 &&
+              from.st_dev == to.st_dev && from.st_ino == to.st_ino;
+  if (same) {
+    result_drop(&csv);
+  } else if (!result_close(&csv, err)) {
+    return give_up(1, err);
+  }
+  return finish_report(s, o, dtype);
+}
+
 static int cmd_sweep(Session* s, const Options* o) {
   char err[ERR_LEN];
   const Config* c = &s->model.config;
@@ -1828,74 +1873,27 @@ static int cmd_sweep(Session* s, const Options* o) {
       s->device.limit / GIB);
   put_sweep_row(csv.f, HEADER, &no_row);
   SweepRow rows[MAX_BATCHES];
-  SweepReport report = {rows,           0,     {0, 0, 0, STOP_END, {0}}, o->rules,       c->name,
-                        s->device.name, false, s->device.bandwidth,      s->device.rate, 1,
-                        false};
-  report.fp8_kv = s->device.fp8_kv;
-  report.n_rows = sweep_rows(s, o, rows, &csv);
-  if (report.n_rows == 0) {  // earlier results stay as they are
+  int n = sweep_rows(s, o, rows, &csv), status = 0;
+  if (n == 0) {  // earlier results stay as they are
     result_drop(&csv);
   } else if (!result_close(&csv, err)) {
     return give_up(1, err);
   }
-  if (report.n_rows > 0) {
-    report.knee = knee(rows, report.n_rows, o->rules);
+  if (n > 0) {
+    SweepReport report = new_report(rows, n, o->rules, c->name, s->device.name);
+    report.bandwidth = s->device.bandwidth;
+    report.rate = s->device.rate;
+    report.cards = 1;
+    report.fp8_kv = s->device.fp8_kv;
     if (interrupted)
       say(report.knee.why, sizeof report.knee.why,
-          "interrupted after batch %d: larger ones are unknown", rows[report.n_rows - 1].batch);
+          "interrupted after batch %d: larger ones are unknown", rows[n - 1].batch);
     printf("\n");
-    print_knee(stdout, &report);
     print_prediction(stdout, &report);
-    if (!write_config_json(o->out, &report, dtype_name(s->device.fp8_kv), o->step_tokens, err) ||
-        !plot_sweep(&report, o->out, err))
-      return give_up(1, err);
-    printf(
-        "\n%s/: sweep.csv config.json throughput.png latency.png memory.png roofline.png "
-        "frontier.png step.png summary.png\n",
-        o->out);
+    status = finish_report(&report, o, dtype_name(s->device.fp8_kv));
   }
   weights_close(&s->weights, &s->device);
-  return interrupted ? 130 : 0;
-}
-
-static SweepReport new_report(const SweepRow* rows, int n, KneeRules rules, const char* model,
-                              const char* device) {
-  SweepReport r;
-  memset(&r, 0, sizeof r);
-  r.rows = rows;
-  r.n_rows = n;
-  r.rules = rules;
-  r.knee = knee(rows, n, rules);
-  r.model = model;
-  r.device = device;
-  return r;
-}
-
-// What every curve ends with: the knee in words, and files that hold it. source: a file that must
-// not be overwritten.
-static int save_report(const SweepReport* s, const Options* o, const char* dtype,
-                       const char* source) {
-  char err[ERR_LEN], names[256] = "";
-  struct stat from, to;
-  ResultFile csv;
-  if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
-    return give_up(1, err);
-  put_sweep_row(csv.f, HEADER, &no_row);
-  for (int i = 0; i < s->n_rows; i++) put_sweep_row(csv.f, CSV, &s->rows[i]);
-  bool same = source && stat(source, &from) == 0 && stat(csv.path, &to) == 0 &&
-              from.st_dev == to.st_dev && from.st_ino == to.st_ino;
-  if (same) {
-    result_drop(&csv);
-  } else if (!result_close(&csv, err)) {
-    return give_up(1, err);
-  }
-  print_knee(stdout, s);
-  if (!write_config_json(o->out, s, dtype, o->step_tokens, err) || !plot_sweep(s, o->out, err))
-    return give_up(1, err);
-  for (int k = 0; k < N_CHARTS; k++)
-    if (has_chart(s, k)) strcat(strcat(names, " "), CHARTS[k].file);
-  printf("\n%s/: sweep.csv config.json%s summary.png\n", o->out, names);
-  return 0;
+  return interrupted ? 130 : status;
 }
 
 #include "parts/plan.h"

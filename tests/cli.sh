@@ -22,11 +22,18 @@ run() {  # wanted status, words that must appear in one line of output, command.
   [ $got -eq "$want" ] && grep -q -e "$words" "$tmp/out"
   ok "status $got, not $want, or no '$words': $*" $?
 }
-bad() {  # words, arguments...: usage errors are one line on stderr, nothing on stdout, exit 2
-  words=$1
-  shift
+refused() {  # status, words, arguments...: one line on stderr that has the words, nothing on stdout
+  want=$1
+  words=$2
+  shift 2
   "$bs" "$@" >"$tmp/stdout" 2>"$tmp/out"
   got=$?
-  [ $got -eq 2 ] && [ "$(wc -l <"$tmp/out")" -eq 1 ] && ! [ -s "$tmp/stdout" ] && grep -q -e "$words" "$tmp/out"
-  ok "usage error: status $got, wanted '$words': $*" $?
+  [ $got -eq "$want" ] && [ "$(wc -l <"$tmp/out")" -eq 1 ] && ! [ -s "$tmp/stdout" ] && grep -q -e "$words" "$tmp/out"
+  ok "status $got, wanted $want and one line with '$words': $*" $?
+}
+bad() {  # words, arguments...: bad usage
+  refused 2 "$@"
+}
+fails() {  # words, arguments...: fails while running
+  refused 1 "$@"
 }

@@ -3,13 +3,13 @@
 // must agree wherever the top-2 margin exceeds 10x that. half_floats: the device rounds activations
 // to fp16. Each case stores what that alone does to a logit; for the one prompt (of 13) where it
 // does more than the tolerance, a text far from anything the model knows, twice that is allowed.
+#include "logits.h"
 
 static void run_golden_case(Device* d, const Weights* w, int index, const unsigned char* prompt,
                             int n, const float* want, const uint32_t* greedy, const float* margin,
                             double tolerance) {
   enum { OUT = 64 };
-  int vocab = w->config.vocab_size, *id = (int*)xcalloc((size_t)4 * n, sizeof(int)), *pos = id + n,
-      *slot = pos + n, *row = slot + n;
+  int vocab = w->config.vocab_size;
   float* got = (float*)xcalloc((size_t)n * vocab, sizeof(float));
   char err[ERR_LEN];
   Engine e;
@@ -17,16 +17,12 @@ static void run_golden_case(Device* d, const Weights* w, int index, const unsign
       n, n, n + OUT,
       (n + OUT + 15) / 16};  // n slots, so that every position may have a row of logits
   if (engine_open(&e, d, w, size, err) != ROW_OK) die("%s", err);
-  for (int i = 0; i < n; i++) {
-    id[i] = prompt[i];
-    pos[i] = row[i] = i;
-  }
-  Batch b = {n, n, id, pos, slot, row};
-  blocks_grow(&e.blocks, 0, n);
-  engine_submit(&e, &b);
-  engine_collect(&e);
-  d->api->logits(&e, n, got);
-  blocks_release(&e.blocks, 0);
+  Request r;
+  RunStats stats;
+  memset(&stats, 0, sizeof stats);
+  make_request(&r, &w->config, n, OUT, 0, 0);
+  for (int i = 0; i < n; i++) r.tokens[i] = prompt[i];
+  all_logits(&e, r.tokens, n, got);
   double worst = 0;
   for (size_t i = 0; i < (size_t)n * vocab; i++) {
     double diff = fabs((double)got[i] - want[i]);
@@ -36,11 +32,6 @@ static void run_golden_case(Device* d, const Weights* w, int index, const unsign
         "case %d (%d tokens): a logit differs by %g from transformers' (allowed: %g)", index, n,
         worst, tolerance);
 
-  Request r;
-  RunStats stats;
-  memset(&stats, 0, sizeof stats);
-  make_request(&r, &w->config, n, OUT, 0, 0);
-  for (int i = 0; i < n; i++) r.tokens[i] = prompt[i];
   Limits limits = {1, n, 0, 0, 0, 0, 0, 0};
   Workload load = {&r, 1, POLICY_CONTINUOUS, limits, false, NULL};
   run_requests(&e, &load, INFINITY, &stats);
@@ -55,7 +46,6 @@ static void run_golden_case(Device* d, const Weights* w, int index, const unsign
   printf("case %d: %d tokens, logits within %.2g, %d of %d greedy tokens equal%s\n", index, n,
          worst, agreed, OUT, close_call ? ", then a near tie" : "");
   engine_close(&e);
-  free(id);
   free(got);
   free(r.tokens);
   free(r.time);

@@ -1,5 +1,6 @@
 // A checkpoint against what Hugging Face transformers computed with it (layout and maker:
 // reference.py): logits at every position, then greedy tokens.
+#include "logits.h"
 
 typedef struct {
   int n;                // prompt tokens
@@ -29,25 +30,14 @@ static double worst_logit(const float* got, const float* want, int rows, int voc
 // All n tokens in one step, each with its row of logits: n slots, since a row needs one.
 static double compare_logits(Device* d, const Weights* w, const ReferenceCase* c) {
   const int n = c->n, vocab = w->config.vocab_size;
-  int *pos = (int*)xcalloc((size_t)4 * n, sizeof(int)), *id = pos + n, *slot = id + n,
-      *row = slot + n;
   float* got = (float*)xcalloc((size_t)n * vocab, sizeof(float));
   char err[ERR_LEN];
   Engine e;
   EngineSize size = {n, n, n, (n + 15) / 16};
   if (engine_open(&e, d, w, size, err) != ROW_OK) die("%s", err);
-  for (int i = 0; i < n; i++) {
-    id[i] = c->ids[i];
-    pos[i] = row[i] = i;
-  }
-  Batch b = {n, n, id, pos, slot, row};
-  blocks_grow(&e.blocks, 0, n);
-  engine_submit(&e, &b);
-  engine_collect(&e);
-  d->api->logits(&e, n, got);
+  all_logits(&e, c->ids, n, got);
   const double worst = worst_logit(got, c->logits, n, vocab);
   engine_close(&e);
-  free(pos);
   free(got);
   return worst;
 }

@@ -2,14 +2,6 @@
 # Section 10 of the design, row by row: what happens when things go wrong. test_cli.sh and test_compare.sh have the rows for
 # usage errors and for traces. Usage: tests/test_faults.sh PROGRAM. Ends with "N passed, N failed".
 . tests/cli.sh
-fails() {  # words, arguments...: one line on stderr, nothing on stdout, exit 1
-  words=$1
-  shift
-  "$bs" "$@" >"$tmp/stdout" 2>"$tmp/out"
-  got=$?
-  [ $got -eq 1 ] && [ "$(wc -l <"$tmp/out")" -eq 1 ] && ! [ -s "$tmp/stdout" ] && grep -q -e "$words" "$tmp/out"
-  ok "status $got, wanted one line with '$words': $*" $?
-}
 sanitized=$(case $bs in *-san) echo yes ;; esac)
 small="sweep --device cpu --model weights/tiny --input-len 8 --output-len 4 --repeats 1"
 m=$tmp/model
