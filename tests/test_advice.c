@@ -6,7 +6,7 @@
 #include "mutate.h"
 #include <regex.h>
 
-static char dir[] = "/tmp/test_advice_XXXXXX", path[4200];
+static const char* path;
 static SweepRow rows[MAX_MEASURED];
 static char err[ERR_LEN];
 static const KneeRules usual = {0, 0, 95, 10, 90};
@@ -20,7 +20,7 @@ static bool has(const char* text, const char* part) {
 }
 
 static const char* file_of(const void* bytes, size_t n) {
-  snprintf(path, sizeof path, "%s/table", dir);
+  path = scratch_file("table");
   FILE* f = fopen(path, "w");
   fwrite(bytes, 1, n, f);
   fclose(f);
@@ -90,7 +90,7 @@ static void test_own_csv(void) {
   made[1].status = ROW_SKIPPED;
   snprintf(made[1].reason, sizeof made[1].reason, "KV needs 9.1 GiB, 6.2 GiB left");
   ResultFile file;
-  CHECK(result_open(&file, dir, "sweep.csv", err));
+  CHECK(result_open(&file, scratch(), "sweep.csv", err));
   put_sweep_row(file.f, HEADER, &no_row);
   for (int i = 0; i < 2; i++) put_sweep_row(file.f, CSV, &made[i]);
   CHECK(result_close(&file, err));
@@ -570,9 +570,8 @@ static SweepReport report_of(int n, KneeRules rules) {
 static char* config_of(const SweepReport* s, int step_tokens) {
   char* schema = json_file("tests/config.schema.json", err);
   CHECK(schema != NULL, "%s", err);
-  CHECK(write_config_json(dir, s, "fp16", step_tokens, err));
-  snprintf(path, sizeof path, "%s/config.json", dir);
-  char* text = json_file(path, err);
+  CHECK(write_config_json(scratch(), s, "fp16", step_tokens, err));
+  char* text = json_file(scratch_file("config.json"), err);
   CHECK(text && schema && valid(schema, text, "config.json"));
   free(schema);
   return text;
@@ -649,10 +648,9 @@ static void test_mutations(void) {
       "2023-11-16 18:15:50.99,396,109\r\n\"2023-11-16 18:15:51\",879,55\n";
   static SweepRow rows[MAX_MEASURED];
   static unsigned char good[20000], bad[20200];
-  char dir[] = "/tmp/bs-mutations-XXXXXX", path[64], err[ERR_LEN];
+  const char* path = scratch_file("damaged");
+  char err[ERR_LEN];
   int loaded = 0, refused = 0, wrong = 0;
-  CHECK(mkdtemp(dir) != NULL);
-  snprintf(path, sizeof path, "%s/file", dir);
   for (int i = 0; i < 4 * 2000; i++) {
     const char* from = files[i / 2000];
     size_t len = sizeof trace - 1;
@@ -680,12 +678,9 @@ static void test_mutations(void) {
   }
   CHECK(wrong == 0, "%d of 8,000 damaged files gave rows or messages that cannot be", wrong);
   CHECK(loaded > 400 && refused > 400, "%d loaded, %d refused", loaded, refused);
-  remove(path);
-  rmdir(dir);
 }
 
 int main(void) {
-  if (!mkdtemp(dir)) return 1;
   test_csv_forms();
   test_own_csv();
   test_bad_files();
@@ -698,12 +693,6 @@ int main(void) {
   test_plan_memory();
   test_plan_curve();
   test_config();
-  const char* const left[] = {"table", "sweep.csv", "config.json"};
-  for (int i = 0; i < 3; i++) {
-    snprintf(path, sizeof path, "%s/%s", dir, left[i]);
-    remove(path);
-  }
-  rmdir(dir);
   test_mutations();
   return check_report();
 }

@@ -106,7 +106,7 @@ ok "earlier results survive" $?
 # Ctrl-C: exit 130, finished rows kept and drawn, at several moments. A subshell, since sh ignores SIGINT for '&' jobs.
 for wait in 0.4 1.5 3; do
   rm -rf "$tmp/c"
-  timeout -s INT $wait "$bs" --device cpu --model smollm2-135m --batches 1,2,4,8,16,32,64,128 --input-len 64 --output-len 64 --out "$tmp/c" >"$tmp/out" 2>&1
+  timeout --foreground -s INT $wait "$bs" --device cpu --model smollm2-135m --batches 1,2,4,8,16,32,64,128 --input-len 64 --output-len 64 --out "$tmp/c" >"$tmp/out" 2>&1
   got=$?
   [ $got -eq 124 ] || [ $got -eq 130 ]
   ok "interrupted after $wait s: status $got" $?

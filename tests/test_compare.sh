@@ -123,7 +123,7 @@ ok "a help that cannot be written" $?
 # Ctrl-C: what was there stays until a policy is complete; what is half done is nowhere.
 "$bs" $sim --requests 64 --out "$tmp/c" >/dev/null
 cp "$tmp/c/compare.csv" "$tmp/before"
-timeout -s INT 0.3 "$bs" $tiny --requests 400 --out "$tmp/c" >"$tmp/out" 2>&1
+timeout --foreground -s INT 0.3 "$bs" $tiny --requests 400 --out "$tmp/c" >"$tmp/out" 2>&1
 got=$?
 [ $got -eq 124 ] && cmp -s "$tmp/c/compare.csv" "$tmp/before" && ! ls "$tmp/c"/*.tmp >/dev/null 2>&1
 ok "interrupted before anything was finished: status $got, old results stay" $?

@@ -154,7 +154,7 @@ fi
 
 # Row 7: Ctrl-C while texts are written, at several moments (test_cli.sh has it for a sweep).
 for wait in 0.05 0.3 1; do
-  timeout --preserve-status -s INT $wait "$bs" generate --device cpu --model weights/tiny --json --temperature 2 --output-len 1000 \
+  timeout --foreground --preserve-status -s INT $wait "$bs" generate --device cpu --model weights/tiny --json --temperature 2 --output-len 1000 \
     $(for i in 1 2 3 4 5 6 7 8; do echo "--prompt $i"; done) >"$tmp/out" 2>&1
   got=$?
   [ $got -eq 0 ] || [ $got -eq 130 ]

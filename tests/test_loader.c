@@ -9,7 +9,7 @@
 #define COUNT(array) (int)(sizeof(array) / sizeof((array)[0]))
 
 // ---- A small checkpoint: D 32, F 96, V 11, L 2, H 2, G 1, K 32. In all texts ' stands for ".
-static char root[] = "/tmp/test_loader_XXXXXX";
+static const char* root;
 static char err[ERR_LEN];
 
 static const char CONFIG[] =
@@ -486,11 +486,10 @@ static void mutate_file(const char* file, const void* good_bytes, size_t len, si
 }
 
 int main(int argc, char** argv) {
-  char command[64];
   (void)argc;
   setenv("OMP_NUM_THREADS", "1", 0);  // small work: a second thread mostly waits
   limit_spinning(argv);
-  CHECK(mkdtemp(root) != NULL);
+  root = scratch();
   make_file(&good, DT_F16, DT_BF16, true);
   test_json();
   test_config_values();
@@ -505,7 +504,5 @@ int main(int argc, char** argv) {
   mutate_file("config.json", bytes, written, written);
   test_shards();
   mutate_file("model.safetensors.index.json", bytes, written, written);
-  snprintf(command, sizeof(command), "rm -r %s", root);
-  CHECK(system(command) == 0);
   return check_report();
 }

@@ -317,8 +317,7 @@ static SweepRow full_row(void) {
 static void test_csv(void) {
   ResultFile file;
   char err[ERR_LEN] = "";
-  remove("/tmp/sweep.csv");
-  CHECK(result_open(&file, "/tmp", "sweep.csv", err));
+  CHECK(result_open(&file, scratch(), "sweep.csv", err));
   put_sweep_row(file.f, HEADER, &no_row);
   SweepRow r = full_row();
   put_sweep_row(file.f, CSV, &r);
@@ -327,12 +326,12 @@ static void test_csv(void) {
   snprintf(r.reason, sizeof r.reason, "KV needs 9.1 GiB, 6.2 GiB left");
   put_sweep_row(file.f, CSV, &r);
   // Before close: the rows are on disk under the temporary name, the final name does not exist yet.
-  CHECK(has(read_file("/tmp/sweep.csv.tmp"), "512,,,,skipped,"));
-  CHECK(read_file("/tmp/sweep.csv")[0] == '\0');
+  CHECK(has(read_file(scratch_file("sweep.csv.tmp")), "512,,,,skipped,"));
+  CHECK(read_file(scratch_file("sweep.csv"))[0] == '\0');
   CHECK(result_close(&file, err));
-  CHECK(read_file("/tmp/sweep.csv.tmp")[0] == '\0');
+  CHECK(read_file(scratch_file("sweep.csv.tmp"))[0] == '\0');
 
-  const char* text = read_file("/tmp/sweep.csv");
+  const char* text = read_file(scratch_file("sweep.csv"));
   // DESIGN.md section 9, then the extra columns.
   CHECK(strncmp(text,
                 "batch,input_len,output_len,repeats,status,reason,output_tok_s,user_tok_s,"
@@ -361,19 +360,19 @@ static void test_csv(void) {
   CHECK(strcmp(csv_cell(line, 37), "") == 0 && strcmp(csv_cell(line, 38), "?") == 0);
   CHECK(!has(text, "nan"));
 
-  CHECK(!result_open(&file, "/tmp/no/such/dir", "sweep.csv", err));
-  CHECK(has(err, "/tmp/no/such/dir/sweep.csv.tmp: cannot write: No such file"));
+  CHECK(!result_open(&file, scratch_file("no/such/dir"), "sweep.csv", err));
+  CHECK(has(err, "/no/such/dir/sweep.csv.tmp: cannot write: No such file"));
   static char deep[6000];  // longer than the buffers: an error, not a file of another name
   memset(deep, 'x', sizeof deep - 1);
   CHECK(!result_open(&file, deep, "sweep.csv", err));
   FILE* full = fopen("/dev/full", "w");  // every write to it fails: the disk is full
   if (full) {
     file.f = full;
-    snprintf(file.path, sizeof file.path, "/tmp/sweep.csv");
-    snprintf(file.tmp, sizeof file.tmp, "/tmp/sweep.csv.tmp");
+    snprintf(file.path, sizeof file.path, "%s", scratch_file("sweep.csv"));
+    snprintf(file.tmp, sizeof file.tmp, "%s", scratch_file("sweep.csv.tmp"));
     put_sweep_row(full, CSV, &r);
     CHECK(!result_close(&file, err));
-    CHECK(has(err, "/tmp/sweep.csv: cannot write: "));
+    CHECK(has(err, "/sweep.csv: cannot write: "));
   } else {
     printf("disk full: skipped, no /dev/full\n");
   }
@@ -428,9 +427,9 @@ static bool json_value(const char** s) {
 
 static const char* config_text(const SweepReport* report) {
   char err[ERR_LEN] = "";
-  bool written = write_config_json("/tmp", report, "fp16", 2048, err);
+  bool written = write_config_json(scratch(), report, "fp16", 2048, err);
   CHECK(written);
-  const char* text = read_file("/tmp/config.json");
+  const char* text = read_file(scratch_file("config.json"));
   const char* end = text;
   CHECK(json_value(&end) && strcmp(end, "\n") == 0);
   return text;
@@ -492,10 +491,10 @@ static void test_config(void) {
 }
 
 static const char* json_of(const char* text) {
-  FILE* f = fopen("/tmp/test_report_json", "w");
+  FILE* f = fopen(scratch_file("json"), "w");
   put_json_string(f, text);
   fclose(f);
-  return read_file("/tmp/test_report_json");
+  return read_file(scratch_file("json"));
 }
 
 static void test_json_string(void) {
@@ -519,13 +518,12 @@ static void test_json_string(void) {
     CHECK(*json == '\0');
   }
   CHECK(strcmp(json_of("\"\\\n\x01\x7f"), "\"\\\"\\\\\\u000a\\u0001\x7f\"") == 0);
-  remove("/tmp/test_report_json");
 }
 
 // ---- table
 
 static void test_table(void) {
-  FILE* f = fopen("/tmp/test_report_table", "w");
+  FILE* f = fopen(scratch_file("table"), "w");
   SweepRow rows[3];
   rows[0] = full_row();
   rows[1] = row_of(65536, 9999999.9, NAN);
@@ -545,7 +543,7 @@ static void test_table(void) {
   s.knee = knee(rows, 1, s.rules);
   print_knee(f, &s);
   fclose(f);
-  char* text = read_file("/tmp/test_report_table");
+  char* text = read_file(scratch_file("table"));
   CHECK(has(text, "\nB=512 skipped: KV needs 9.1 GiB, 6.2 GiB left\n"));
   CHECK(has(text, "Working point: batch 64, 12345.7 tok/s, TPOT P95 5.25 ms (n = 192)"));
   CHECK(has(text, "No working point") &&
@@ -555,7 +553,6 @@ static void test_table(void) {
   CHECK(at + 2 + (long)strlen(bound_names[BOUND_WEIGHTS]) <= 130);
   CHECK(strncmp(strchr(text, '\n') + 1 + at, "  memory (KV)\n", 14) == 0);
   CHECK(strncmp(strstr(text, "\n65536 ") + 1 + at, "  -\n", 4) == 0);
-  remove("/tmp/test_report_table");
 }
 
 // ---- options
@@ -682,18 +679,17 @@ static void test_options_refused(void) {
 }
 
 static void test_help(void) {
-  FILE* f = fopen("/tmp/test_report_help", "w");
+  FILE* f = fopen(scratch_file("help"), "w");
   print_help(f, CMD_ALL);
   fclose(f);
-  const char* text = read_file("/tmp/test_report_help");
+  const char* text = read_file(scratch_file("help"));
   for (int i = 0; i < N_OPTIONS; i++) CHECK(has(text, option_table[i].name));
   CHECK(has(text, "(default 95)") && has(text, "TPOT = (E2E - TTFT)"));
-  f = fopen("/tmp/test_report_help", "w");
+  f = fopen(scratch_file("help"), "w");
   print_help(f, CMD_GENERATE);
   fclose(f);
-  text = read_file("/tmp/test_report_help");
+  text = read_file(scratch_file("help"));
   CHECK(has(text, "--prompts") && !has(text, "--batches") && has(text, "Exit status"));
-  remove("/tmp/test_report_help");
 }
 
 int main(void) {

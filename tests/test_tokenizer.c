@@ -5,7 +5,6 @@
 #include "corpus.h"
 #include "mutate.h"
 
-static char root[] = "/tmp/test_tokenizer_XXXXXX";
 static char good[8192], err[ERR_LEN];  // a small tokenizer.json that loads
 
 // 256 bytes as GPT-2 writes them, two merges, one special token and one that is text.
@@ -29,12 +28,11 @@ static void make_good(void) {
 }
 
 static bool load_text(const char* text, size_t n, Tokenizer* t) {
-  char path[64];
-  snprintf(path, sizeof path, "%s/tokenizer.json", root);
+  const char* path = scratch_file("tokenizer.json");
   FILE* f = fopen(path, "wb");
   if (f == NULL || fwrite(text, 1, n, f) != n || fclose(f) != 0) die("cannot write %s", path);
   memset(err, 0, sizeof err);
-  return load_tokenizer(root, 260, t, err);
+  return load_tokenizer(scratch(), 260, t, err);
 }
 
 static void test_small(void) {
@@ -165,13 +163,9 @@ int main(void) {
     snprintf(dir, sizeof dir, "tests/golden/tokenizers/%s", names[i]);
     printf("%s: %d tokens\n", dir, test_corpus(dir, 700, 0));
   }
-  char command[64];
-  CHECK(mkdtemp(root) != NULL);
   make_good();
   test_small();
   test_refusals();
   test_mutations();
-  snprintf(command, sizeof command, "rm -r %s", root);
-  CHECK(system(command) == 0);
   return check_report();
 }
