@@ -22,17 +22,17 @@
 //  1313  weights            from a checkpoint to what the device wants
 //  1409  metrics            percentiles
 //  1443  knee               the walk that finds the working point
-//  1544  parts/interop.h    other tools' measurements and traces in, their options out
-//  1545  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1547  parts/options.h    one table for parser and --help
-//  1549  sweep              one row per batch size
-//  1691  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1692  parts/tokenizer.h  text to tokens and back
-//  1694  commands           a device, a model, defaults; bs sweep
-//  1899  parts/plan.h       bs plan and bs knee
-//  1928  streams            lengths and arrivals, drawn or from a trace
-//  1960  compare            one stream of requests through every policy
-//  2457  parts/generate.h   bs generate; then main
+//  1552  parts/interop.h    other tools' measurements and traces in, their options out
+//  1553  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1555  parts/options.h    one table for parser and --help
+//  1557  sweep              one row per batch size
+//  1699  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1700  parts/tokenizer.h  text to tokens and back
+//  1702  commands           a device, a model, defaults; bs sweep
+//  1907  parts/plan.h       bs plan and bs knee
+//  1936  streams            lengths and arrivals, drawn or from a trace
+//  1968  compare            one stream of requests through every policy
+//  2465  parts/generate.h   bs generate; then main
 //
 // It refuses what it cannot do right: see README.md. "Article 1" and "article 2" are the two that
 // NOTES.md names.
@@ -1523,11 +1523,19 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
   return k;
 }
 
-// What a step takes beyond its roofline, in us: launches, waits, host. Measured once, at the first
-// row that ran; NaN without one. Roofline + this is the prediction for all others.
+// A step's time if reading and multiplying took turns: MBU is the share of the step that its bytes
+// take at the ceiling, MFU the share that its FLOPs take. The roofline, where the two overlap
+// perfectly, is the larger one; a real step lies between that and this sum.
+static double in_turn_us(const SweepRow* r) {
+  return r->step_us * (r->mbu_pct + r->mfu_pct) / 100;
+}
+
+// What a step takes beyond that, in us: launches, waits, host. Measured once, at the first row that
+// ran; NaN without one. The sum + this is the prediction for all others.
 static double step_overhead(const SweepRow* rows, int n) {
   for (int i = 0; i < n; i++)
-    if (rows[i].status == ROW_OK && rows[i].step_us > 0) return rows[i].step_us - rows[i].roof_us;
+    if (rows[i].status == ROW_OK && rows[i].step_us > 0)
+      return rows[i].step_us - in_turn_us(&rows[i]);
   return NAN;
 }
 
@@ -1536,7 +1544,7 @@ static double prediction_error(const SweepRow* rows, int n) {
   double worst = 0, overhead = step_overhead(rows, n);
   for (int i = 0; i < n; i++) {
     if (rows[i].status != ROW_OK || !(rows[i].step_us > 0)) continue;
-    worst = fmax(worst, fabs(100 * ((rows[i].roof_us + overhead) / rows[i].step_us - 1)));
+    worst = fmax(worst, fabs(100 * ((in_turn_us(&rows[i]) + overhead) / rows[i].step_us - 1)));
   }
   return worst;
 }

@@ -232,6 +232,7 @@ static int cmd_knee(Session* s, const Options* o) {
     report.device = p.device.name;
   }
   print_walk(stdout, &report);
+  print_prediction(stdout, &report);
   printf("\n%s\n", note);
   return save_report(&report, o, "unknown", o->file);
 }

@@ -266,7 +266,7 @@ static double row_value(const SweepReport* r, int i, int v) {
   double bend = i == 0 ? work : i == 1 ? ridge : fmax(2 * ridge, work);
   double peak = fmin(bend * r->bandwidth, r->rate);
   double step = w->step_us, roof_us = w->roof_us;
-  double predicted = r->simulated ? NAN : roof_us + step_overhead(r->rows, r->n_rows);
+  double predicted = r->simulated ? NAN : in_turn_us(w) + step_overhead(r->rows, r->n_rows);
   const double values[] = {n,    tok,   roof,  noreuse, work,   flops, weights, kv,       act,
                            used, p.p50, p.p95, p.p99,   chosen, f.p50, f.p95,   f.p99,    slo1,
                            slo2, mark,  limit, bend,    peak,   step,  roof_us, predicted};
@@ -320,7 +320,7 @@ static const struct Series {
     {4, V_SLO_TPOT, V_TOK, AS_LIMIT, INK_DARK, "SLO"},
     {5, V_BATCH, V_STEP, AS_SOLID, INK_BLUE, "measured"},
     {5, V_BATCH, V_ROOF_US, AS_DASHES, INK_DARK, "roofline"},
-    {5, V_BATCH, V_PREDICTED, AS_DOTS, INK_RED, "roofline + overhead"},
+    {5, V_BATCH, V_PREDICTED, AS_DOTS, INK_RED, "read, multiply, overhead"},
 };
 enum { N_CHARTS = sizeof CHARTS / sizeof CHARTS[0], N_SERIES = sizeof SERIES / sizeof SERIES[0] };
 
@@ -401,7 +401,7 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
   Str ratio = format_num(row_value(r, w, c->of) / row_value(r, 0, c->of), false);
   Str title = format_str(c->finding, r->rows[w].batch, ratio.s, r->rows[0].batch);
   if (c->y == V_STEP && !r->simulated)
-    title = format_str("Roofline + %.0f us predicts every step within %.0f%%",
+    title = format_str("Reading, then multiplying, %+.0f us: within %.0f%% of every step",
                        step_overhead(r->rows, r->n_rows), prediction_error(r->rows, r->n_rows));
   else if (w == 0)
     title = format_str("Batch %d is the working point", r->rows[w].batch);

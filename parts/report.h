@@ -195,13 +195,15 @@ static void print_knee(FILE* f, const SweepReport* s) {
   fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence.\n");
 }
 
-// How far a model of two numbers carries: the roofline and one measured overhead.
+// How far a model of three numbers carries: two ceilings and one measured overhead.
 static void print_prediction(FILE* f, const SweepReport* s) {
   double overhead = step_overhead(s->rows, s->n_rows);
   if (s->simulated || isnan(overhead)) return;
-  fprintf(f,
-          "Prediction: roofline + %.0f us, batch %d's overhead, is within %.0f%% of every step.\n",
-          overhead, s->rows[0].batch, prediction_error(s->rows, s->n_rows));
+  fprintf(
+      f,
+      "Prediction: reading, then multiplying, %+.0f us (batch %d's overhead) is within %.0f%% of "
+      "every step.\n",
+      overhead, s->rows[0].batch, prediction_error(s->rows, s->n_rows));
 }
 
 static PolicyResult no_result;  // all of it undefined

@@ -490,6 +490,22 @@ static void test_config(void) {
   CHECK(has(config_text(&s), "no batch size was measured"));
 }
 
+// Batch 1: 60% + 10% of 1,000 us are 700, so 300 are overhead. Batch 2: 70% + 20% of 1,100 are 990,
+// with the overhead 1,290, 17.27% above what was measured.
+static void test_prediction(void) {
+  SweepRow rows[3] = {row_of(1, 1000, 1), row_of(2, 1800, 1.1), row_of(4, NAN, NAN)};
+  CHECK(isnan(step_overhead(rows, 3)));  // a table without steps
+  rows[2].status = ROW_SKIPPED;
+  rows[0].step_us = 1000;
+  rows[0].mbu_pct = 60;
+  rows[0].mfu_pct = 10;
+  CHECK(near(step_overhead(rows, 3), 300) && near(prediction_error(rows, 1), 0));
+  rows[1].step_us = 1100;
+  rows[1].mbu_pct = 70;
+  rows[1].mfu_pct = 20;
+  CHECK(near(in_turn_us(&rows[1]), 990) && near(prediction_error(rows, 3), 100 * 190.0 / 1100));
+}
+
 static const char* json_of(const char* text) {
   FILE* f = fopen(scratch_file("json"), "w");
   put_json_string(f, text);
@@ -700,6 +716,7 @@ int main(void) {
   test_knee_measured();
   test_csv();
   test_config();
+  test_prediction();
   test_json_string();
   test_table();
   test_options_accepted();
