@@ -6,36 +6,37 @@
 //   cc -x c -std=c11 -O3 -o bs-cpu bs.cu    the CPU alone; the same file
 //   ./bs                                    measures batch 1, 2, 4, ... and writes plots/
 //
-// The map, top to bottom. What a first reading can skip is in parts/, included where it stands:
-//    52  rows and Backend   what a run measures and decides; a device is a struct of functions
-//   180  platform shim      memory by purpose
-//   316  ceilings           how fast this device can read and multiply
-//   395  requests           what a client wants, and where it stands
-//   424  KV cache           blocks of 16 tokens and who holds them
-//   494  engine             a model on a device, with steps in flight
-//   627  roofline           the work of a step, counted
-//   673  scheduler          static, bucketed, continuous: who runs in the next step
-//  1030  engine loop        plan, submit, collect
-//  1197  CPU backend        submit = forward_cpu
-//  1305  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1308  parts/kernels.h    the forward pass as CUDA kernels, and the GPU backend
-//  1313  weights            from a checkpoint to what the device wants
-//  1409  metrics            percentiles
-//  1443  knee               the walk that finds the working point
-//  1552  parts/interop.h    other tools' measurements and traces in, their options out
-//  1553  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1555  parts/options.h    one table for parser and --help
-//  1557  sweep              one row per batch size
-//  1699  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1700  parts/tokenizer.h  text to tokens and back
-//  1702  commands           a device, a model, defaults; bs sweep
-//  1907  parts/plan.h       bs plan and bs knee
-//  1936  streams            lengths and arrivals, drawn or from a trace
-//  1968  compare            one stream of requests through every policy
-//  2465  parts/generate.h   bs generate; then main
+// The map, top to bottom, after the structs of model.h (Matrix, Weights, KVCache, Batch). What a
+// first reading can skip is in parts/, included where it stands:
+//    55  rows and Backend   what a run measures and decides; a device is a struct of functions
+//   187  platform shim      memory by purpose
+//   323  ceilings           how fast this device can read and multiply
+//   402  requests           what a client wants, and where it stands
+//   432  KV cache           blocks of 16 tokens and who holds them
+//   507  engine             a model on a device, with steps in flight
+//   641  roofline           the work of a step, counted
+//   688  scheduler          static, bucketed, continuous: who runs in the next step
+//  1064  engine loop        plan, submit, collect
+//  1235  CPU backend        submit = forward_cpu
+//  1345  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1348  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
+//  1353  weights            from a checkpoint to what the device wants
+//  1447  metrics            percentiles
+//  1481  knee               the walk that finds the working point
+//  1595  parts/interop.h    other tools' measurements and traces in, their options out
+//  1596  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1598  parts/options.h    one table for parser and --help
+//  1600  sweep              one row per batch size
+//  1748  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1749  parts/tokenizer.h  text to tokens and back
+//  1751  commands           a device, a model, defaults; bs sweep
+//  1956  parts/plan.h       bs plan and bs knee
+//  1985  streams            lengths and arrivals, drawn or from a trace
+//  2017  compare            one stream of requests through every policy
+//  2516  parts/generate.h   bs generate; then main
 //
-// It refuses what it cannot do right: see README.md. "Article 1" and "article 2" are the two that
-// NOTES.md names.
+// It refuses what it cannot do right: see README.md. "Article 1" is "LLM 推理批量大小怎样在显存和吞吐
+// 之间取舍", "article 2" is "深入理解LLM中的Batch Size"; NOTES.md checks what they claim.
 // clang-format on
 #include "model.h"
 #include <signal.h>
@@ -49,7 +50,12 @@
 #include <stb_image_write.h>
 #pragma GCC diagnostic pop
 
+#define BS_VERSION "0.1.0"
+
 // ---- Rows and Backend: what a run measures and decides, before how. Read SweepRow and Backend.
+// Of one request: TTFT is the time to its first token, TPOT the time per further token, ITL each
+// gap between two, E2E all of it. Of a step: MBU and MFU are the bytes and FLOPs it needs as a
+// share of what the probed ceilings allow in its time. SLO: a latency that somebody asks for.
 
 typedef struct {
   double p50, p95, p99;
@@ -78,12 +84,13 @@ typedef enum { STOP_MEMORY, STOP_SLO, STOP_JUMP, STOP_PLATEAU, STOP_END } StopRu
 typedef struct {
   double slo_ttft_ms, slo_tpot_ms;  // 0 = none
   int percentile;                   // 50, 95 or 99
-  double min_gain_pct;              // 10
-  double watermark_pct;             // 90: share of mem_limit that may be used
+  double min_gain_pct;              // of tokens/s per doubling of the batch; less is a plateau
+  double watermark_pct;             // share of mem_limit that may be used
 } KneeRules;
 typedef struct {
   int working, start;  // row indices; -1 = none
-  int second_opinion;  // row index of the largest efficient batch; -1 = none
+  int second_opinion;  // row index of the largest batch whose tokens/s per sequence are over 20%
+                       // of the first row's; -1 = none
   StopRule rule;
   char why[200];  // for a person: "batch 128 would break the TPOT SLO: P95 31 ms > 25 ms"
 } Knee;
@@ -107,7 +114,7 @@ typedef struct {  // one stay of a request in a slot; a preempted request has se
   int slot, request;
   int batch;           // number of the static batch; -1 = continuous
   int prompt, padded;  // prompt tokens computed, without and with padding
-  double start;        // seconds after the run's start: got its slot
+  double start;        // seconds after the run's start: its first step began
   double first;        // first token of this stay; NaN = none
   double finish;       // its last own token, or the preemption
   double release;      // the slot was free again: static: end of the batch; else = finish
@@ -153,8 +160,8 @@ typedef struct Device Device;
 typedef struct Engine Engine;
 typedef struct Step Step;
 
-// What a device must offer. cpu_backend always exists, cuda_backend in the nvcc build; only the
-// choice of defaults asks which one it is.
+// What a device must offer. cpu_backend and sim_backend always exist, cuda_backend in the nvcc
+// build. Defaults and messages may ask which one it is; engine and scheduler never do.
 typedef struct {
   bool (*open)(Device* d, char* err);          // fills in name and total
   double (*probe_bandwidth)(const Device* d);  // bytes/s
@@ -163,9 +170,9 @@ typedef struct {
   void* (*alloc)(size_t bytes);                // zeroed, or NULL
   void (*free)(void* p);
   void (*upload)(void* to, const void* from, size_t bytes);
-  int row_multiple;             // rows of a matrix are padded to this
-  int key_multiple;             // K of a cached key is padded to this
-  int kv_size;                  // bytes of a number in the cache: CPU 4, GPU 2 (fp8: bs plan only)
+  int row_multiple;             // rows of a matrix are padded to this: kernels know no edge
+  int key_multiple;             // K of a cached key, too: an mma takes 32 numbers
+  int kv_size;                  // bytes of a number in the cache: CPU 4, GPU 2 (see device_kv_size)
   int (*slices)(int n, int k);  // see Matrix; NULL = never
   bool (*fill)(Matrix* m, const Tensor* from, RowMap map, bool packed);
   bool (*engine_open)(Engine* e);  // working memory; false when it does not fit
@@ -407,9 +414,10 @@ typedef struct {
   float temperature;  // 0 = greedy
   Status status;      // QUEUED: waits, has not arrived yet, or was preempted
   int slot;           // place in the running batch; -1 = none
-  // Where it stands: n_new <= n_ordered, n_given <= n_read. A prompt of 5 padded to 8 has n_given 5
-  // and n_read 8; once read, n_cached is 8 and becomes 5 again, so that new tokens overwrite the
-  // padding. Preempted with 3 new tokens, it comes back with n_given 8.
+  // Where it stands, in tokens. A prompt of 5, for example:      n_given  n_read  n_cached
+  //   is read, padded to the batch's longest, which is 8               5       8    0 to 8
+  //   answers: new tokens overwrite the padding                        5       8    5, 6, 7, ...
+  //   was preempted with 3 new tokens and is read again                8       8    0 to 8
   int n_given;    // tokens that the host hands over: the prompt and, after a preemption, the rest
   int n_read;     // n_given, or with padding the longest prompt of its static batch
   bool reading;   // in prefill: not all of n_read is computed yet
@@ -422,8 +430,10 @@ typedef struct {
 } Request;
 
 // ---- The KV cache: blocks of 16 tokens, a block table per slot (PagedAttention, Kwon et al. 2023;
-// article 2, section 4.3). A sequence takes a block when it grows into it and returns all of
-// them when it leaves: no reservation, no fragmentation.
+// article 2, section 4.3). engine_open allocates the pool. A sequence takes blocks for its prompt
+// when it starts (start_request), another whenever it grows into it (make_room), and returns all
+// when it leaves (leave): no fragmentation, nothing reserved for an answer that may be short. Only
+// a static batch, as servers without paging do, takes blocks for the worst case at once.
 
 typedef struct {
   int n_blocks, max_blocks, n_slots;  // in all; of one slot; slots
@@ -472,12 +482,15 @@ static bool blocks_grow(BlockTable* b, int slot, int n_tokens) {
   return true;
 }
 
+// The table keeps its old entries: nobody reads them before blocks_grow writes them again.
 static void blocks_release(BlockTable* b, int slot) {
   while (b->held[slot] > 0)
     b->free_list[b->n_free++] = b->table[(size_t)slot * b->max_blocks + --b->held[slot]];
 }
 
-// kv_size: bytes of one number. 1 is fp8, with a scale of two bytes for each token and head's K, V.
+// kv_size: bytes of one number. 1 is fp8 (--kv fp8, GPU): numbers in e4m3 with a scale of two bytes
+// for each token and head's K and V. Here it halves what is counted and allocated; parts/kernels.h
+// has a kernel that quantises (rope_fp8_kernel) and widens what attention reads (load_key).
 static int kv_scale_size(int kv_size) {
   return kv_size == 1 ? 2 : 0;
 }
@@ -517,7 +530,7 @@ struct Step {
   int n_rows;
   int* tokens;            // [R] what each row sampled
   int* slot;              // [R] for whom
-  double submitted, end;  // seconds on now()'s clock
+  double submitted, end;  // seconds on the device's clock
 };
 
 struct Engine {
@@ -530,7 +543,7 @@ struct Engine {
   float* temperature;  // [slots]
   bool sampler_changed;
   Step step[IN_FLIGHT];
-  int submitted, collected;
+  int submitted, collected;  // steps
   CpuScratch cpu;
   float* cpu_logits;  // [slots, padded V]
   int* cpu_sampled;   // [slots] the token each slot sampled last
@@ -542,7 +555,7 @@ static void engine_kv_bytes(const Device* d, const Config* c, EngineSize s, size
                             size_t* v_bytes) {
   size_t blocks =
       s.n_blocks ? (size_t)s.n_blocks : (size_t)s.max_slots * blocks_for(s.max_positions);
-  size_t wide =  // a key as it is stored
+  size_t wide =  // numbers of a key as it is stored
       (c->head_dim + d->api->key_multiple - 1) / d->api->key_multiple * d->api->key_multiple;
   size_t rows = blocks * KV_BLOCK * c->n_layers * c->n_kv_heads;
   int size = device_kv_size(d), scale = kv_scale_size(size);
@@ -567,6 +580,7 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   memset(e, 0, sizeof *e);
   e->device = d;
   e->w = w;
+  // A decode step may be padded to a recorded size.
   if (size.max_tokens < graph_size(size.max_slots)) size.max_tokens = graph_size(size.max_slots);
   e->size = size;
   d->refused = false;
@@ -640,14 +654,15 @@ static Work count_work(const Config* c, const Batch* b, int kv_size) {
          kv = (double)kv_bytes_per_token(c, kv_size);
   Work w = {0, 0, 0, 0};
   // A weight is 2 bytes, read once a step, and 2 FLOPs, done once a token: one number for both.
-  double body = 2 * c->n_layers * layer, head = b->n_rows ? 2 * V * D : 0;
-  w.weight_bytes = body + head + 2.0 * b->n_tokens * D;
-  w.noreuse_bytes = body * b->n_tokens + head * b->n_rows;
-  w.flops = body * b->n_tokens + head * b->n_rows;
+  double layers = 2 * c->n_layers * layer, head = b->n_rows ? 2 * V * D : 0;
+  w.weight_bytes = layers + head + 2.0 * b->n_tokens * D;  // D: a row of the embedding table
+  w.noreuse_bytes = layers * b->n_tokens + head * b->n_rows;
+  w.flops = layers * b->n_tokens + head * b->n_rows;
   for (int t = 0; t < b->n_tokens; t++) {
-    bool last_of_run = t + 1 == b->n_tokens || b->slot[t + 1] != b->slot[t];
-    w.kv_bytes += kv + (last_of_run ? kv * b->pos[t] : 0);
-    w.flops += 4.0 * att * c->n_layers * (b->pos[t] + 1);
+    // Its own K and V are written; all earlier ones are read once for a slot's tokens of a step.
+    bool last_of_slot = t + 1 == b->n_tokens || b->slot[t + 1] != b->slot[t];
+    w.kv_bytes += kv + (last_of_slot ? kv * b->pos[t] : 0);
+    w.flops += 4.0 * att * c->n_layers * (b->pos[t] + 1);  // q . k and p . v, 2 FLOPs each
   }
   w.noreuse_bytes += w.kv_bytes;
   return w;
@@ -670,7 +685,8 @@ static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, doubl
   s->flops += w.flops;
 }
 
-// ---- Scheduler: who runs in the next step. Three policies, one mechanism; they differ in admit().
+// ---- Scheduler: who runs in the next step. Three policies, one mechanism. They differ in admit(),
+// who may start, and in what `together` means: all of a batch start, are read and leave at once.
 //
 //   static      a fixed batch (article 1, section 1): waits until it is full, pads all prompts to
 //               the longest, computes every row until the longest output ends, reserves KV for
@@ -683,7 +699,7 @@ static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, doubl
 
 typedef struct {            // what a server limits; 0 = no limit, except where said
   int max_batch;            // sequences at once (1 or more)
-  int step_tokens;          // tokens in one step (max_batch or more)
+  int step_tokens;          // tokens in one step: prompts get what the decodes leave
   int max_input;            // a longer prompt is rejected
   int max_new;              // a longer output is rejected; static policies reserve this much
   int total_tokens;         // of prompt + max_new over the requests that run
@@ -691,6 +707,11 @@ typedef struct {            // what a server limits; 0 = no limit, except where 
   double batch_wait_s;      // static, bucketed: longest that an incomplete batch waits for more
   double kv_watermark_pct;  // continuous: share of the blocks kept free when one is admitted
 } Limits;
+
+static Limits batch_limits(int max_batch, int step_tokens) {
+  Limits l = {max_batch, step_tokens, 0, 0, 0, 0, 0, 0};
+  return l;
+}
 
 typedef struct {
   Request* requests;
@@ -708,14 +729,14 @@ typedef struct {               // of all runs since the caller zeroed it
   Span* spans;  // for the caller to free
   int n_spans, cap_spans;
   double computed, wasted;      // tokens; padding and finished rows among them
-  double kv_reserved, kv_held;  // positions that stays reserved; that held a request's token
+  double kv_reserved, kv_held;  // positions, over all stays in a slot: reserved; with a token in
 } RunStats;
 
 typedef struct {  // a step between its plan and its results
   Batch batch;
   int* owner;   // [R] which request each row belongs to
   int group;    // the static batch it belongs to; -1 = continuous
-  int n_spans;  // stays that have begun by then
+  int n_spans;  // stays (see Span) that have begun by then
   bool decode;  // no part of a prompt in it
   Work work;
 } Planned;
@@ -730,19 +751,20 @@ typedef struct {
   int n_running;
   int* free_slots;  // stack
   int n_free;
-  int* bucket_size;  // requests in the queue, by bucket
-  int n_arrived;     // requests[0 .. n_arrived) have
-  int limit;         // the dynamic batch: how many may run; an out-of-memory lowers it
-  int total;         // prompt + max_new of those that run
-  int longest_new;   // longest output that any request may ask for
-  int n_groups;      // static batches so far
-  int first_span;    // of this run
-  int n_begun;       // spans whose first step has been collected
-  bool together;     // static or bucketed: requests start together and leave together
+  int* bucket_size;   // requests in the queue, by bucket
+  int n_arrived;      // requests[0 .. n_arrived) have
+  int dynamic_batch;  // how many may run: an out-of-memory lowers it, each one who leaves raises
+                      // it by one until it is max_batch again
+  int total;          // prompt + max_new of those that run
+  int longest_new;    // longest output that any request may ask for
+  int n_groups;       // static batches so far
+  int first_span;     // of this run
+  int n_begun;        // spans whose first step has been collected
+  bool together;      // static or bucketed: requests start together and leave together
 } Scheduler;
 
 enum { BUCKET_WIDTH = 128 };      // prompt tokens, as in article 1, section 4
-static const double TICK = 1e-6;  // s: what rounding may take from a clock that a wait has moved
+static const double TICK = 1e-6;  // s: a wait until t may end, by rounding, a little before t
 
 static int bucket_of(const Scheduler* s, const Request* r) {
   return s->w->policy == POLICY_BUCKETED ? (r->n_prompt - 1) / BUCKET_WIDTH : 0;
@@ -765,6 +787,7 @@ static bool can_ever_run(const Scheduler* s, const Request* r) {
          blocks_for(worst_case(s, r, r->n_prompt)) <= s->e->blocks.n_blocks;
 }
 
+// In order of arrival: a preempted request gets its place back.
 static void enqueue(Scheduler* s, int i) {
   int at = s->n_queue++;
   for (; at > 0 && s->queue[at - 1] > i; at--) s->queue[at] = s->queue[at - 1];
@@ -819,7 +842,7 @@ static void drop_late(Scheduler* s, double t) {
 static bool start_request(Scheduler* s, int at, int n_read, int positions, double t) {
   int i = s->queue[at], slot = s->free_slots[s->n_free - 1];
   if (!blocks_grow(&s->e->blocks, slot, positions)) {
-    s->limit = s->n_running > 0 ? s->n_running : 1;
+    s->dynamic_batch = s->n_running > 0 ? s->n_running : 1;
     return false;
   }
   Request* r = dequeue(s, at);
@@ -853,7 +876,7 @@ static int ready_bucket(const Scheduler* s, double t) {
   const Request* all = s->w->requests;
   for (int i = 0; i < s->n_queue; i++) {
     int bucket = bucket_of(s, &all[s->queue[i]]);
-    if (s->bucket_size[bucket] >= s->limit) return bucket;
+    if (s->bucket_size[bucket] >= s->dynamic_batch) return bucket;
   }
   if (s->n_queue == 0) return -1;
   const Request* oldest = &all[s->queue[0]];
@@ -861,43 +884,51 @@ static int ready_bucket(const Scheduler* s, double t) {
   return due ? bucket_of(s, oldest) : -1;
 }
 
-// A whole batch, in order of arrival: as many as fit when each reserves the longest prompt and the
-// longest output.
-static void admit_batch(Scheduler* s, double t) {
-  int bucket = s->n_running > 0 ? -1 : ready_bucket(s, t), n = 0, longest = 0, total = 0,
-      reserve = 0;
-  const Limits* l = &s->w->limits;
-  for (int i = 0; i < s->n_queue && n < s->limit && bucket >= 0; i++) {
+// How many of a bucket, in order of arrival, fit when each reserves the longest prompt and the
+// longest output: `longest` tokens of prompt, `reserve` positions.
+static int count_fitting(const Scheduler* s, int bucket, int* longest, int* reserve) {
+  int n = 0, total = 0, most = s->w->limits.total_tokens;
+  for (int i = 0; i < s->n_queue && n < s->dynamic_batch; i++) {
     const Request* r = &s->w->requests[s->queue[i]];
     if (bucket_of(s, r) != bucket) continue;
-    int prompt = r->n_prompt > longest ? r->n_prompt : longest;
+    int prompt = r->n_prompt > *longest ? r->n_prompt : *longest;
     int positions = worst_case(s, r, prompt);
     total += r->n_prompt + r->max_new;
     if ((n + 1) * blocks_for(positions) > s->e->blocks.n_free) break;
-    if (l->total_tokens > 0 && total > l->total_tokens) break;
-    longest = prompt;
-    reserve = positions;
+    if (most > 0 && total > most) break;
+    *longest = prompt;
+    *reserve = positions;
     n++;
   }
-  for (int i = 0; n > 0;) {
-    bool member = bucket_of(s, &s->w->requests[s->queue[i]]) == bucket;
-    if (member && !start_request(s, i, longest, reserve, t)) break;
-    n -= member;
-    i += !member;
-  }
-  if (s->n_running > 0 && bucket >= 0) s->n_groups++;
+  return n;
 }
 
-// THE difference between the policies: who may start in this step.
+static void admit_batch(Scheduler* s, double t) {
+  if (s->n_running > 0) return;
+  int bucket = ready_bucket(s, t), longest = 0, reserve = 0;
+  if (bucket < 0) return;
+  int n = count_fitting(s, bucket, &longest, &reserve);
+  for (int i = 0; n > 0;) {
+    if (bucket_of(s, &s->w->requests[s->queue[i]]) != bucket) {
+      i++;
+      continue;
+    }
+    if (!start_request(s, i, longest, reserve, t)) break;
+    n--;  // and entry i of the queue is another one now
+  }
+  if (s->n_running > 0) s->n_groups++;
+}
+
+// What makes a policy: who may start in this step.
 static void admit(Scheduler* s, double t) {
   const Limits* l = &s->w->limits;
   if (s->together) {
     admit_batch(s, t);
     return;
   }
-  while (s->n_queue > 0 && s->n_running < s->limit && s->n_free > 0) {
+  while (s->n_queue > 0 && s->n_running < s->dynamic_batch && s->n_free > 0) {
     const Request* r = &s->w->requests[s->queue[0]];
-    // Some blocks stay free, so that those who run can grow before anyone must be preempted. Who
+    // Some blocks stay free for those who run, if any, to grow before somebody is preempted. Who
     // does not fit holds up those behind: nobody overtakes, so nobody starves (LABS.md, lab 7).
     int n_read = r->n_prompt + r->n_new, left = s->e->blocks.n_free - blocks_for(n_read);
     double kept = s->n_running > 0 ? s->e->blocks.n_blocks * l->kv_watermark_pct / 100 : 0;
@@ -931,7 +962,7 @@ static void retire(Scheduler* s) {
   for (int i = s->n_running - 1; i >= 0; i--) {
     if (s->together ? unfinished : wants_more(&s->w->requests[s->running[i]])) continue;
     leave(s, i);
-    if (s->limit < s->w->limits.max_batch) s->limit++;
+    if (s->dynamic_batch < s->w->limits.max_batch) s->dynamic_batch++;
   }
 }
 
@@ -947,12 +978,13 @@ static void preempt_youngest(Scheduler* s, double t) {
   r->status = QUEUED;
   r->preemptions++;
   s->stats->preemptions++;
-  s->limit = s->n_running > 0 ? s->n_running : 1;
+  s->dynamic_batch = s->n_running > 0 ? s->n_running : 1;
   enqueue(s, i);
 }
 
-// A place in the cache for the next token of everyone who decodes. False: the steps in flight must
-// be collected first.
+// A place in the cache for the next token of everyone who decodes. Where there is none, the
+// youngest are preempted until there is, or until it is this one's turn to go. False: the steps in
+// flight must be collected first.
 static bool make_room(Scheduler* s, double t, bool in_flight) {
   for (int i = 0; i < s->n_running;) {
     Request* r = &s->w->requests[s->running[i]];
@@ -982,14 +1014,16 @@ static void planned_free(Planned* p) {
 }
 
 // The next token of request i: of its prompt, of the padding behind it (any token will do: its
-// place in the cache is overwritten before it is read), or the one that it sampled last.
+// place in the cache is overwritten before it is read), or the one that it sampled last (-1: the
+// device knows it).
 static void batch_add(Scheduler* s, Planned* p, int i) {
   Request* r = &s->w->requests[i];
   Batch* b = &p->batch;
   int pos = r->n_cached++;
-  bool given = pos < r->n_given, sample = r->reading ? pos == r->n_given - 1 : true;
-  bool wasted = r->reading ? !given : !wants_more(r);
-  b->id[b->n_tokens] = given ? r->tokens[pos] : r->reading ? 0 : -1;
+  bool prompt = pos < r->n_given, padding = r->reading && !prompt;
+  bool sample = prompt ? pos == r->n_given - 1 : !padding;
+  bool wasted = padding || (!prompt && !wants_more(r));
+  b->id[b->n_tokens] = prompt ? r->tokens[pos] : padding ? 0 : -1;
   b->pos[b->n_tokens] = pos;
   b->slot[b->n_tokens] = r->slot;
   if (sample) {
@@ -1003,7 +1037,7 @@ static void batch_add(Scheduler* s, Planned* p, int i) {
   s->stats->kv_held += !wasted;
   if (!r->reading || r->n_cached < r->n_read) return;
   r->reading = false;
-  r->n_cached = r->n_given;
+  r->n_cached = r->n_given;  // the padding will be overwritten
 }
 
 // Fills p with the next step: a token of everyone who decodes, then prompts, in chunks. A static
@@ -1046,10 +1080,13 @@ static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
   RunStats* stats = s->stats;
   const Config* c = &s->e->w->config;
   const Step* step = engine_collect(s->e);
+  // THE measurement: a step that queued behind another one began when that ended, else when it was
+  // submitted. So a device that waits for the host counts; a step that waits for the last does not.
+  double begin = fmax(*previous_end, step->submitted);
   add_step(p->decode ? &stats->decode : &stats->prefill, s->e->device, p->work, p->batch.n_tokens,
-           step->end - fmax(*previous_end, step->submitted));
-  double begin = fmax(*previous_end, step->submitted) - stats->start;
-  for (; s->n_begun < p->n_spans; s->n_begun++) stats->spans[s->n_begun].start = begin;
+           step->end - begin);
+  for (; s->n_begun < p->n_spans; s->n_begun++)
+    stats->spans[s->n_begun].start = begin - stats->start;
   *previous_end = stats->end = step->end;
   double t = step->end - stats->start;
   for (int i = 0; i < step->n_rows; i++) {
@@ -1095,12 +1132,12 @@ static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats*
   s->w = w;
   s->stats = stats;
   s->together = w->policy != POLICY_CONTINUOUS;
-  s->limit = w->limits.max_batch;
-  s->n_free = s->limit;
-  s->queue = (int*)xcalloc((size_t)w->n + 2 * (size_t)s->limit, sizeof(int));
+  s->dynamic_batch = w->limits.max_batch;
+  s->n_free = s->dynamic_batch;
+  s->queue = (int*)xcalloc((size_t)w->n + 2 * (size_t)s->dynamic_batch, sizeof(int));
   s->running = s->queue + w->n;
-  s->free_slots = s->running + s->limit;
-  for (int i = 0; i < s->limit; i++) s->free_slots[i] = s->limit - 1 - i;
+  s->free_slots = s->running + s->dynamic_batch;
+  for (int i = 0; i < s->dynamic_batch; i++) s->free_slots[i] = s->dynamic_batch - 1 - i;
   int longest = 0;
   for (int i = 0; i < w->n; i++) {
     Request* r = &w->requests[i];
@@ -1122,7 +1159,7 @@ static void scheduler_open(Scheduler* s, Engine* e, const Workload* w, RunStats*
 }
 
 // The slots of a static batch are free again when its last output ends; who never finished ends
-// now.
+// now. Backwards, the latest finish of a batch gathers in its first span; forwards, all get it.
 static void close_spans(const Scheduler* s) {
   RunStats* stats = s->stats;
   int first_span = s->first_span;
@@ -1155,8 +1192,9 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
     planned_init(&planned[i], w->limits.step_tokens + w->limits.max_batch, w->limits.max_batch);
   double previous_end = stats->start, began = now();
   bool cut = false;
-  // One turn: who has arrived, gave up, is done; who starts; plan and submit a step. Then collect
-  // the oldest, when `depth` steps are in flight or none could be submitted. Idle: wait.
+  // One turn: who has arrived, gave up, is done; room for those who run; who starts; plan and
+  // submit a step. Then collect the oldest, when `depth` steps are in flight or none could be
+  // submitted. Idle: wait.
   for (;;) {
     double t = api->clock(e) - stats->start;
     bool in_flight = submitted > collected, more = false;
@@ -1196,8 +1234,8 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
 
 // ---- CPU backend: a device whose step is done when submit returns. Its twin: parts/kernels.h.
 
-// A tile of 8 rows, which every RowMap keeps together, is turned in the L1 cache: rows are read and
-// columns are written in runs.
+// A tile of 8 rows, which every RowMap keeps together, is transposed in the L1 cache: rows are read
+// and columns are written in runs.
 static void fill_tile(Matrix* m, const Tensor* from, RowMap map, int row, int col) {
   enum { ROWS = 8, COLS = 256 };
   f16 tile[ROWS][COLS];
@@ -1297,8 +1335,10 @@ static void cpu_copy_logits(Engine* e, int rows, float* out) {
 
 // clang-format off
 static const Backend cpu_backend = {
-    cpu_open, cpu_probe_bandwidth, cpu_probe_rate, cpu_used, cpu_alloc, free, cpu_upload, PANEL, 1,
-    sizeof(float), NULL, cpu_fill, cpu_engine_open, cpu_engine_close, cpu_submit, cpu_collect,
+    cpu_open, cpu_probe_bandwidth, cpu_probe_rate,
+    cpu_used, cpu_alloc, free, cpu_upload,
+    PANEL, 1, sizeof(float), NULL,  // row_multiple, key_multiple, kv_size, slices
+    cpu_fill, cpu_engine_open, cpu_engine_close, cpu_submit, cpu_collect,
     real_clock, real_wait, cpu_copy_logits};
 // clang-format on
 
@@ -1404,8 +1444,6 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
   return false;
 }
 
-#define BS_VERSION "0.1.0"
-
 // ---- Metrics: a mean hides the requests that waited, and large batches hurt the tail first, so
 // latency is reported as percentiles (article 1, section 3: "P95 or P99, not only the average").
 
@@ -1442,7 +1480,11 @@ static double at_percentile(Percentiles p, int percentile) {
 
 // ---- Knee: which batch size to run. Not the largest that fits: the last one before memory, the
 // latency target or the tail gives way, or the one where throughput stops paying (article 1,
-// section 5).
+// section 5). What stops the walk from a row to the next:
+//   memory   the next one does not fit, or uses more than the watermark (90%) allows
+//   slo      its TTFT or TPOT, at the percentile, breaks the target, if there is one
+//   jump     its TPOT grows by more than 2.2x per doubling of the batch
+//   plateau  no later row gives 10% more tokens/s per doubling
 
 static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end"};  // StopRule
 static const char* const status_names[] = {"ok", "skipped", "oom"};                   // RowStatus
@@ -1453,8 +1495,8 @@ static double per_doubling(double x, double y, const SweepRow* from, const Sweep
   return pow(y / x, 1 / log2((double)to->batch / from->batch));
 }
 
-// Rules a, b and c, in this order: may the walk step on row i? An unmeasured latency is NaN, which
-// compares false and breaks nothing.
+// Memory, SLO and jump, in this order: may the walk step on row i? An unmeasured latency is NaN,
+// which compares false and breaks nothing.
 static bool may_step_on(const SweepRow* rows, int i, KneeRules rules, Knee* k) {
   const SweepRow* r = &rows[i];
   const char* slo_text = "batch %d would break the %s SLO: P%d %.4g ms > %g ms";
@@ -1486,7 +1528,7 @@ static bool may_step_on(const SweepRow* rows, int i, KneeRules rules, Knee* k) {
              r[-1].batch, r->batch, q, tpot, jump);
 }
 
-// Rule d: does a later row that ran grow by min_gain_pct per doubling over row i? Every one is
+// No plateau: does a later row that ran grow by min_gain_pct per doubling over row i? Every one is
 // asked, since throughput dips where kernels switch, and a dip is not a plateau.
 static bool grows_after(const SweepRow* rows, int n, int i, KneeRules rules, Knee* k) {
   double best = -INFINITY;
@@ -1502,7 +1544,8 @@ static bool grows_after(const SweepRow* rows, int n, int i, KneeRules rules, Kne
 }
 
 // PRECONDITION: rows ascend strictly by batch. The walk stands on a row that breaks no rule; there
-// it asks d first (stay here?), then a, b and c of the next row (may I step up?).
+// it asks first whether this is the plateau (stay here?), then the next row's memory, SLO and jump
+// (may I step up?).
 static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
   Knee k = {-1, -1, -1, STOP_END, "no batch size was measured"};
   for (int i = 0; i < n && may_step_on(rows, i, rules, &k); i++) {
@@ -1599,6 +1642,12 @@ typedef struct {  // latencies of all requests of a row, in ms
   int n, n_tpot, n_itl;
 } Samples;
 
+// In ms, room for n requests and all their output tokens: the gaps, the long list, come last.
+static Samples samples_in(double* ms, size_t n) {
+  Samples s = {ms, ms + n, ms + 3 * n, ms + 2 * n, 0, 0, 0};
+  return s;
+}
+
 // start: of the run.
 static void add_samples(Samples* s, const Request* r, double start) {
   double first = r->time[0], last = r->time[r->n_new - 1], arrival = start + r->arrival;
@@ -1658,13 +1707,13 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
     snprintf(row->reason, sizeof row->reason, "%.159s", err);
     return true;
   }
-  Limits limits = {batch, size.max_tokens, 0, 0, 0, 0, 0, 0};
+  Limits limits = batch_limits(batch, size.max_tokens);
   Workload w = {
       (Request*)xcalloc(batch, sizeof(Request)), batch, POLICY_STATIC, limits, false, NULL};
   for (int i = 0; i < batch; i++) make_request(&w.requests[i], c, in, out, (uint32_t)o->seed, i);
   size_t n = (size_t)batch * repeats;
   double* ms = (double*)xcalloc(n * (out + 3), sizeof *ms);
-  Samples all = {ms, ms + n, ms + 3 * n, ms + 2 * n, 0, 0, 0};
+  Samples all = samples_in(ms, n);
   char label[64];
   snprintf(label, sizeof label, "batch %d: runs", batch);
   double start = now();
@@ -1723,7 +1772,7 @@ static bool open_device(Session* s, const Options* o, char* err) {
   return device_open(&s->device, &cpu_backend, o->vram, err);
 }
 
-// Without --model: the largest preset that leaves room for its batches, small enough for a CPU
+// Without --model: one of two presets by the GPU's memory, so that batches have room; a small one
 // where there is no GPU.
 static const char* choose_model(const Session* s, const Options* o) {
   if (*o->model) return o->model;
@@ -1757,7 +1806,7 @@ static bool byte_level(const Config* c) {
   return c->vocab_size == 256 && c->n_eos > 0;
 }
 
-// What the command line left open, by device: a sweep should take a minute or so.
+// What the command line left open, by device: a sweep should take a minute at most.
 static void fill_defaults(Options* o, const Config* c, bool gpu) {  // a real or a simulated one
   const char* input = gpu ? "lognormal:128,0.8@1024" : "lognormal:32,0.8@256";
   const char* output = byte_level(c) ? "512" : gpu ? "exp:128@1024" : "exp:32@256";
@@ -1968,8 +2017,9 @@ static int draw_length(const Dist* d, uint32_t* state) {
 // ---- Compare: one stream of requests through every policy, on the same engine.
 
 // Opens the engine for max_batch sequences, with as many KV blocks as they may want or memory has.
-// Out of memory (real or injected): nothing is tried again as it was; first the batch is halved,
-// then the longest output; whoever no longer fits waits in the queue (article 1, section 6).
+// Out of memory, real or injected (article 1, section 6): fewer blocks, as many as memory has; then
+// half the batch, again and again; then half the longest output. Whoever no longer fits waits in
+// the queue.
 static RowStatus open_with_fallback(Engine* e, Device* d, const Weights* w, EngineSize* size,
                                     Limits* l, char* err) {
   int wanted = size->n_blocks;
@@ -1980,13 +2030,14 @@ static RowStatus open_with_fallback(Engine* e, Device* d, const Weights* w, Engi
     size->n_blocks = wanted > 0 && wanted < most ? wanted : most;
     RowStatus status = engine_open(e, d, w, *size, err);
     if (status == ROW_OK) return ROW_OK;
-    // A pool for the longest request alone tells how much memory is left for more.
+    // A pool for the longest request alone tells how many such pools memory has room for.
     EngineSize smallest = *size;
     smallest.n_blocks = blocks_for(size->max_positions);
     if (status == ROW_SKIPPED && engine_open(e, d, w, smallest, err) == ROW_OK) {
       size_t k, v, used = d->api->used(), left = d->limit > used ? d->limit - used : 0;
       engine_kv_bytes(d, &w->config, smallest, &k, &v);
-      double blocks = smallest.n_blocks * (1 + 0.98 * left / (k + v));  // 2% for the allocator
+      double pools = 1 + 0.98 * left / (k + v);  // 2% for the allocator
+      double blocks = smallest.n_blocks * pools;
       engine_close(e);
       if (blocks < size->n_blocks) size->n_blocks = (int)blocks;
       status = engine_open(e, d, w, *size, err);
@@ -2076,7 +2127,7 @@ static PolicyResult policy_result(const Workload* w, const RunStats* stats, cons
                                   double* ms) {
   int n = w->n, good = 0;
   double tokens = 0, working = 0, last = 0;
-  Samples all = {ms, ms + n, ms + 3 * (size_t)n, ms + 2 * (size_t)n, 0, 0, 0};
+  Samples all = samples_in(ms, (size_t)n);
   for (int i = 0; i < n; i++) {
     const Request* r = &w->requests[i];
     if (r->status != FINISHED) continue;
@@ -2122,7 +2173,7 @@ static PolicyResult policy_result(const Workload* w, const RunStats* stats, cons
   return p;
 }
 
-// Tokens of every request in one number, so that two runs can be compared.
+// A request's new tokens in one number, so that two runs can be compared.
 static uint32_t answers_of(const Request* r) {
   uint32_t h = hash32((uint32_t)r->n_new);
   for (int i = 0; i < r->n_new; i++) h = hash32(h ^ (uint32_t)r->tokens[r->n_prompt + i]);
@@ -2138,7 +2189,7 @@ typedef struct {
   Stream stream;
   PolicyResult results[N_POLICIES];
   int n_results;
-  double* ms[N_POLICIES];  // behind the results
+  double* ms[N_POLICIES];  // the latencies that the results point into
   uint32_t* answers;       // [n] of the first policy
   VariancePoint points[8];
   int n_points;

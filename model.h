@@ -104,8 +104,8 @@ typedef struct {
 // trailing newline) to err.
 #define ERR_LEN 512
 
-// ---- Numbers. Weights and KV are IEEE half precision kept as their 16 bits, so that C11, g++ and
-// nvcc agree on the type.
+// ---- Numbers. Weights (and a GPU's KV cache) are IEEE half precision kept as their 16 bits, so
+// that C11, g++ and nvcc agree on the type.
 
 typedef uint16_t f16;
 
@@ -234,8 +234,9 @@ typedef struct {
 } Matrix;
 
 // Where row r of a stored tensor goes in a matrix. Rows whose results are combined in pairs, i with
-// i + pair / 2 (the two halves of a rotated head; gate and up), lie 8 apart, because that is how
-// far apart one lane of a matrix unit holds two results.
+// i + pair / 2 (the two halves of a rotated head; gate and up), lie 8 apart: pair 64 puts rows 0-7
+// at 0, 32-39 at 8, 8-15 at 16, 40-47 at 24. A GPU thread that multiplies gets results 8 rows apart
+// (the D of the mma in parts/kernels.h), so it has both of a pair and can combine them at once.
 typedef struct {
   int first;  // row of the matrix where the tensor begins, before pairing
   int pair;   // rows in which pairs are formed; 0 = rows just follow each other
@@ -272,8 +273,8 @@ typedef struct {
 
 enum { KV_BLOCK = 16, MAX_HEAD_DIM = 128 };  // tokens in a block of the paged KV cache; largest K
 
-// The GPU keeps keys and values in fp16, in an order of its own (parts/kernels.h). The CPU, the
-// oracle, keeps them as floats.
+// The GPU keeps keys and values in fp16 or fp8, in an order of its own (parts/kernels.h). The CPU,
+// the oracle, keeps them as floats.
 typedef struct {
   void* k;           // CPU: [L, blocks, G, K, 16], so that 16 scores are one vector
   void* v;           // CPU: [L, blocks, G, 16, K]
@@ -287,14 +288,15 @@ typedef struct {
 // A slot's tokens stand together, positions ascending.
 typedef struct {
   int n_tokens;  // T
-  int n_rows;  // R: tokens whose logits are wanted (the last one of each sequence that is to grow)
-  int* id;     // [T] token id; -1: whatever this slot sampled last
-  int* pos;    // [T] position in its sequence
-  int* slot;   // [T] which sequence: row of the block table and of the sampler state
-  int* row;    // [R] index into the T tokens
+  int n_rows;    // R: tokens whose logits are wanted: the last of each sequence that will grow
+  int* id;       // [T] token id; -1: whatever this slot sampled last
+  int* pos;      // [T] position in its sequence
+  int* slot;     // [T] which sequence: row of the block table and of the sampler state
+  int* row;      // [R] index into the T tokens
 } Batch;
 
-static inline size_t kv_index(const Config* c, const KVCache* kv, int layer, int slot, int pos,
+// CPU: where the piece of kv head g begins that holds position pos, [K, 16] keys or [16, K] values.
+static inline size_t kv_piece(const Config* c, const KVCache* kv, int layer, int slot, int pos,
                               int g) {
   int block = kv->table[(size_t)slot * kv->max_blocks + pos / KV_BLOCK];
   return (((size_t)layer * kv->n_blocks + block) * c->n_kv_heads + g) * KV_BLOCK * c->head_dim;
@@ -334,6 +336,7 @@ enum { LANES = 8, PANEL = 16 };  // 12 of 16
 #else
 enum { LANES = 4, PANEL = 8 };
 #endif
+// K_CHUNK: a panel of so many k's, widened to float, fits in the L1 cache.
 enum { TOKEN_TILE = 6, K_CHUNK = 128, PANEL_VECS = PANEL / LANES };
 typedef float vec __attribute__((vector_size(LANES * 4)));
 typedef int32_t veci __attribute__((vector_size(LANES * 4)));
@@ -410,14 +413,15 @@ static inline int padded_rows(int n) {
 
 // y[n_tokens][PANEL] (+)= x[n_tokens][n_k] . w[n_k][PANEL]. n_tokens is a constant at every call
 // site, so the loops unroll and the accumulators stay in registers. Sums run over k in order: a
-// token's result does not depend on its neighbours. The first tile of tokens reads the weights from
-// memory and leaves them widened to float in the L1 cache for the others.
+// token's result does not depend on its neighbours. More than one tile of tokens: the first reads
+// the weights (w) and leaves them widened to float (in wide, which the L1 cache holds), the others
+// take them from there (w is NULL). One tile: wide is NULL.
 static inline __attribute__((always_inline)) void outer_product(
     int n_tokens, int n_k,
     const float* x,  // [n_tokens, k of the matrix]
     size_t x_stride,
-    const f16* w,  // [n_k, PANEL], or NULL: take them from wide
-    float* wide,   // [n_k, PANEL]; NULL: no other tokens will ask for it
+    const f16* w,  // [n_k, PANEL]
+    float* wide,   // [n_k, PANEL]
     float* y,      // [n_tokens, padded n of the matrix]
     size_t y_stride,
     bool first  // this is the first piece of k: y holds nothing yet
@@ -524,12 +528,12 @@ static void rope_and_store(const Weights* w, const KVCache* kv, const Batch* b, 
   const float* angles = w->rope + (size_t)b->pos[t] * head_dim;
   float head[MAX_HEAD_DIM];
   for (int h = 0; h < c->n_heads + 2 * c->n_kv_heads; h++) {
-    int g = (h - c->n_heads) % c->n_kv_heads;
     bool is_q = h < c->n_heads, is_v = h >= c->n_heads + c->n_kv_heads;
     unpair_head(head, qkv + h * head_dim, is_v ? NULL : angles, head_dim);
     if (is_q) memcpy(qkv + h * head_dim, head, head_dim * sizeof(float));
     if (is_q) continue;
-    size_t block = kv_index(c, kv, layer, b->slot[t], b->pos[t], g);
+    int g = (h - c->n_heads) % c->n_kv_heads;
+    size_t block = kv_piece(c, kv, layer, b->slot[t], b->pos[t], g);
     for (int i = 0; i < head_dim; i++) {
       if (is_v) ((float*)kv->v)[block + offset * head_dim + i] = head[i];
       if (!is_v) ((float*)kv->k)[block + i * KV_BLOCK + offset] = head[i];
@@ -547,7 +551,7 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
   float scale = 1.0f / sqrtf((float)head_dim);
   // Scores: a block's 16 keys at once, each key read once for all query heads that share it.
   for (int p = 0; p < length; p += KV_BLOCK) {
-    const float* k = (const float*)kv->k + kv_index(c, kv, layer, b->slot[t], p, g);
+    const float* k = (const float*)kv->k + kv_piece(c, kv, layer, b->slot[t], p, g);
     for (int h = 0; h < heads; h++) {
       for (int lane = 0; lane < KV_BLOCK; lane += LANES) {
         vec dot = vec_set(0);
@@ -576,7 +580,7 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
   }
   // The values, weighted.
   for (int p = 0; p < length; p++) {
-    const float* v = (const float*)kv->v + kv_index(c, kv, layer, b->slot[t], p, g) +
+    const float* v = (const float*)kv->v + kv_piece(c, kv, layer, b->slot[t], p, g) +
                      (size_t)(p % KV_BLOCK) * head_dim;
     for (int i = 0; i < head_dim; i += LANES) {
       vec value = vec_load(v + i);

@@ -59,7 +59,7 @@ static int generate_texts(Session* s, const Options* o, const Tokenizer* t, cons
                           int n) {
   char err[ERR_LEN];
   int longest = 0, out = o->output_len;
-  Limits limits = {n, o->step_tokens, 0, 0, 0, 0, 0, 0};
+  Limits limits = batch_limits(n, o->step_tokens);
   Workload w = {(Request*)xcalloc(n, sizeof(Request)), n, POLICY_CONTINUOUS, limits, true, NULL};
   for (int i = 0; i < n; i++) {
     if (!prompt_request(&w.requests[i], t, &s->model.config, o, prompts[i], i, err)) {

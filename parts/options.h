@@ -58,11 +58,13 @@ typedef struct {
   const char* prompts[MAX_PROMPTS];
   int n_prompts, n_batches, batches[MAX_BATCHES];  // batches ascend
   int n_kv_heads, kv_heads[MAX_BATCHES];           // plan: what if there were so many
-  const char *kv, *file;                           // all; knee
+  const char* kv;                                  // "fp16" or "fp8"
+  const char* file;                                // knee
   int cards;                                       // plan; 0: as few as hold the model
   bool percentile_given;
-  Dist input, output;                               // of DIST_NONE, as
-  int input_len, output_len, repeats, step_tokens;  // 0 or model "": chosen for the device
+  // What is 0, DIST_NONE or "" after parsing is chosen for the device: fill_defaults.
+  Dist input, output;
+  int input_len, output_len, repeats, step_tokens;
   int seed;
   uint64_t vram;  // bytes; 0: all there is
   double temperature;
@@ -91,7 +93,8 @@ static const Option option_table[] = {
      "auto: a GPU if any; sim:h100, ...: a virtual clock (sim:? lists them)"},
     {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL, "(default: fits the device)"},
     {"--matmul", "auto|naive|gemv|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_RUN, "GPU kernel"},
-    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_ALL, "numbers in the KV cache (GPU)"},
+    {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_ALL,
+     "numbers in the KV cache (GPU, sim)"},
     {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_ALL,
      "pretend memory is smaller"},
     {"--gpus", "N", "", INT, AT(cards), 1, 1024, CMD_PLAN | CMD_KNEE,

@@ -29,18 +29,15 @@ static Work plan_work(const Plan* p, int n, bool decode) {
   return w;
 }
 
-// The four parts for `batch` sequences of `length` tokens. The workspace is that of kernels.h
-// without its small parts; 533 MiB is what one H200 lost beyond our allocations (plots/h200).
+// The four parts for `batch` sequences of `length` tokens. 533 MiB is what one H200 lost beyond our
+// allocations (plots/h200).
 static void plan_memory(const Plan* p, int batch, int length, SweepRow* row) {
   const Config* c = &p->config;
-  int qkv = qkv_width(c), q = c->n_heads * c->head_dim;
   double blocks = (length + KV_BLOCK - 1) / KV_BLOCK, tokens = (double)batch * p->input_len;
   tokens = fmin(fmax(tokens, batch), p->step_tokens);
-  double work =
-      tokens * (6.0 * c->dim + 4.0 * (qkv > c->dim ? qkv : c->dim) + 4.0 * q + 2.0 * c->hidden_dim);
   row->mem_weights_mib = 2.0 * parameter_count(c) / MIB;
   row->mem_kv_mib = batch * blocks * KV_BLOCK * plan_kv_bytes(p) / MIB;
-  row->mem_work_mib = (work + 4.0 * batch * c->vocab_size) / MIB;
+  row->mem_work_mib = gpu_workspace(c, tokens, batch) / MIB;
   row->mem_other_mib = 533.0 * p->cards;
   row->mem_limit_mib = p->device.limit / MIB;
   row->mem_used_mib =

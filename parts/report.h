@@ -199,11 +199,13 @@ static void print_knee(FILE* f, const SweepReport* s) {
 static void print_prediction(FILE* f, const SweepReport* s) {
   double overhead = step_overhead(s->rows, s->n_rows);
   if (s->simulated || isnan(overhead)) return;
+  const SweepRow* first = s->rows;
+  while (!(first->step_us > 0)) first++;
   fprintf(
       f,
       "Prediction: reading, then multiplying, %+.0f us (batch %d's overhead) is within %.0f%% of "
       "every step.\n",
-      overhead, s->rows[0].batch, prediction_error(s->rows, s->n_rows));
+      overhead, first->batch, prediction_error(s->rows, s->n_rows));
 }
 
 static PolicyResult no_result;  // all of it undefined

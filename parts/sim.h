@@ -121,12 +121,17 @@ static bool sim_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
   return true;
 }
 
-// What a step needs on the GPU: see gpu_work_alloc.
+// Bytes that a step needs on a GPU, without gpu_work_alloc's smaller parts: x, normed and the
+// results of linear layers, q and attention, hidden; logits.
+static double gpu_workspace(const Config* c, double tokens, double rows) {
+  double qkv = qkv_width(c), q = (double)c->n_heads * c->head_dim;
+  double per_token = 6.0 * c->dim + 4 * fmax(qkv, c->dim) + 4 * q + 2.0 * c->hidden_dim;
+  return tokens * per_token + 4.0 * rows * c->vocab_size;
+}
+
 static bool sim_engine_open(Engine* e) {
-  const Config* c = &e->w->config;
-  size_t per_token = 10 * (size_t)c->dim + 4 * (size_t)c->n_heads * c->head_dim + 2 * c->hidden_dim;
-  size_t bytes = e->size.max_tokens * per_token + 4 * (size_t)e->size.max_slots * c->vocab_size;
-  return device_alloc(e->device, MEM_WORK, bytes) != NULL;
+  double bytes = gpu_workspace(&e->w->config, e->size.max_tokens, e->size.max_slots);
+  return device_alloc(e->device, MEM_WORK, (size_t)bytes) != NULL;
 }
 
 static void sim_engine_close(Engine* e) {
@@ -160,7 +165,9 @@ static void sim_logits(Engine* e, int rows, float* out) {
 
 // clang-format off
 static const Backend sim_backend = {
-    sim_open, sim_bandwidth, sim_rate, sim_used, sim_alloc, sim_free, sim_upload, 1, 1, sizeof(f16),
-    NULL, sim_fill, sim_engine_open, sim_engine_close, sim_submit, sim_collect, sim_clock, sim_wait,
-    sim_logits};
+    sim_open, sim_bandwidth, sim_rate,
+    sim_used, sim_alloc, sim_free, sim_upload,
+    1, 1, sizeof(f16), NULL,  // row_multiple, key_multiple, kv_size, slices
+    sim_fill, sim_engine_open, sim_engine_close, sim_submit, sim_collect,
+    sim_clock, sim_wait, sim_logits};
 // clang-format on

@@ -106,7 +106,7 @@ static void test_attend(int length) {
   for (int p = 0; p < length; p++)
     for (int g = 0; g < G; g++)
       for (int i = 0; i < K; i++) {
-        size_t block = kv_index(&c, &kv, 0, 0, p, g);
+        size_t block = kv_piece(&c, &kv, 0, 0, p, g);
         k[block + i * 16 + p % 16] = noise(p * 1000 + g * 100 + i);
         v[block + p % 16 * K + i] = noise(p * 1000 + g * 100 + i + 50);
         keys[p][g][i] = k[block + i * 16 + p % 16];
