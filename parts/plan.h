@@ -202,6 +202,16 @@ static void add_roofline(const Plan* p, SweepRow* rows, int n) {
   }
 }
 
+// A table of our own holds the ceilings that were probed: what it counted, over its share of them.
+static void find_ceilings(SweepReport* s) {
+  for (int i = 0; i < s->n_rows && s->bandwidth == 0; i++) {
+    const SweepRow* r = &s->rows[i];
+    if (!(r->step_us > 0 && r->step_bytes > 0 && r->mbu_pct > 0 && r->mfu_pct > 0)) continue;
+    s->bandwidth = 1e8 * r->step_bytes / (r->step_us * r->mbu_pct);
+    s->rate = 1e8 * r->step_flops / (r->step_us * r->mfu_pct);
+  }
+}
+
 // bs knee FILE: the walk over measurements that are there already.
 static int cmd_knee(Session* s, const Options* o) {
   static SweepRow rows[MAX_MEASURED];
@@ -228,6 +238,7 @@ static int cmd_knee(Session* s, const Options* o) {
     report.cards = p.cards;
     report.device = p.device.name;
   }
+  find_ceilings(&report);
   print_walk(stdout, &report);
   print_prediction(stdout, &report);
   printf("\n%s\n", note);

@@ -329,12 +329,33 @@ static Point row_point(const Axes* a, const SweepReport* r, int i, int x, int y)
   return p;
 }
 
+// Lines that nobody could tell apart: percentiles of the same latency, within 3% in every row.
+static bool coincide(const SweepReport* r, const struct Series* a, const struct Series* b) {
+  bool same = a->chart == b->chart && a->ink == b->ink && a->y >= V_TPOT50 && b->y <= V_TTFT99;
+  for (int i = 0; i < r->n_rows && same; i++) {
+    double ratio = row_value(r, i, a->y) / row_value(r, i, b->y);
+    same = isnan(ratio) || fabs(ratio - 1) < 0.03;
+  }
+  return same;
+}
+
+// "TPOT P50" or, for lines that coincide, "TPOT P50 to P99"; none for those that the name includes.
+static Str series_name(const SweepReport* r, const struct Series* s) {
+  const struct Series* last = s;
+  Str none = {""};
+  if (s > SERIES && coincide(r, s - 1, s)) return none;
+  while (last + 1 < SERIES + N_SERIES && coincide(r, last, last + 1)) last++;
+  if (r->simulated && strcmp(s->name, "achieved") == 0) return format_str("predicted");
+  return last == s ? format_str("%s", s->name) : format_str("%s to %s", s->name, last->name + 5);
+}
+
 // Draws a line through the rows, or bars from zero; then, in a second call, names it at its last
 // point, or an earlier one. A limit gets its value; far above the chart it is only a name.
 static void draw_series(const Axes* a, const SweepReport* r, const struct Series* s, bool name) {
   double half = 0.2 * (to_pixel(&a->x, 2) - to_pixel(&a->x, 1));  // 0.4 doublings wide
   Point last = {NAN, NAN};
-  for (int i = r->n_rows - 1; i >= 0; i--) {
+  Str text = series_name(r, s);
+  for (int i = r->n_rows - 1; i >= 0 && (!name || text.s[0]); i--) {
     Point p = row_point(a, r, i, s->x, s->y);
     bool limit = s->shape == AS_LIMIT, bar = s->shape == AS_BAR, drawn = !name && p.y >= a->in.y0;
     if (drawn && bar) {
@@ -346,11 +367,16 @@ static void draw_series(const Axes* a, const SweepReport* r, const struct Series
     } else if (name && !isnan(p.y)) {
       double v = row_value(r, i, s->x == V_SLO_TPOT ? s->x : s->y);
       Str value = format_num(v, a->y.kind == SCALE_MIB);
-      const char* format = !limit ? "%s" : p.y < a->in.y0 ? "%s %s, off the chart" : "%s %s";
-      Point at = {bar ? p.x + half : p.x, fmax(p.y, a->in.y0)};
-      bool predicted = r->simulated && strcmp(s->name, "achieved") == 0;
-      Str text = format_str(format, predicted ? "predicted" : s->name, value.s);
-      if (place_label(a, at, (Ink)s->ink, text.s)) return;
+      Str label =
+          limit ? format_str("%s %s%s", text.s, value.s, p.y < a->in.y0 ? ", off the chart" : "")
+                : text;
+      Point at = {p.x, fmax(p.y, a->in.y0)};
+      if (bar) {  // beside the middle of its part
+        double foot = s->y == V_WEIGHTS ? a->in.y1 : row_point(a, r, i, s->x, s[-1].y).y;
+        at.x += half;
+        at.y = (p.y + foot) / 2;
+      }
+      if (place_label(a, at, (Ink)s->ink, label.s)) return;
     }
     if (s->shape != AS_LIMIT || isnan(last.x + last.y)) last = p;  // one line of regular dashes
   }
@@ -734,10 +760,9 @@ static double gain_of(const VariancePoint* p, bool measured) {
 
 static Str variance_title(const CompareReport* r) {
   const VariancePoint *low = r->points, *high = low + r->n_points - 1;
-  Str least = format_num(gain_of(low, true), false), most = format_num(gain_of(high, true), false);
-  Str more = format_str(", %s at %.3g", most.s, high->cv);
-  return format_str("Continuous batching gives %s times static's tokens/s at spread %.3g%s",
-                    least.s, low->cv, low == high ? "" : more.s);
+  Str more = format_str(", %.2f at %.3g", gain_of(high, true), high->cv);
+  return format_str("Continuous batching gives %.2f times static's tokens/s at spread %.3g%s",
+                    gain_of(low, true), low->cv, low == high ? "" : more.s);
 }
 
 static void draw_variance(Box b, const CompareReport* r) {
@@ -767,8 +792,7 @@ static void draw_variance(Box b, const CompareReport* r) {
   place_label(&a, last[1], INK_BLUE, r->simulated ? "simulated" : "measured");
   for (const VariancePoint* v = r->points; v < r->points + r->n_points; v++) {
     Point p = {to_pixel(&a.x, v->cv), to_pixel(&a.y, gain_of(v, true))};
-    Str gain = format_num(gain_of(v, true), false);
-    place_label(&a, p, INK_BLUE, format_str("%s: %s", v->name, gain.s).s);
+    place_label(&a, p, INK_BLUE, format_str("%s: %.2f", v->name, gain_of(v, true)).s);
   }
 }
 

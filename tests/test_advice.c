@@ -95,6 +95,16 @@ static void test_own_csv(void) {
   for (int i = 0; i < 2; i++) put_sweep_row(file.f, CSV, &made[i]);
   CHECK(result_close(&file, err));
   CHECK(read_measurements(file.path, 0, 0, rows, err) == 2);
+  // 5 MB in 1,000 us are 5 GB/s, 60% of what was probed; 5 GFLOP make 5 TFLOP/s, 2.5%.
+  SweepRow own = rows[0];
+  own.step_us = 1000;
+  own.step_bytes = 5e6;
+  own.mbu_pct = 60;
+  own.step_flops = 5e9;
+  own.mfu_pct = 2.5;
+  SweepReport report = new_report(&own, 1, usual, "m", "d");
+  find_ceilings(&report);
+  CHECK(near(report.bandwidth, 5e9 / 0.6) && near(report.rate, 200e12));
   char a[4096], b[4096];
   for (int i = 0; i < 2; i++) {  // by what would be written of both
     FILE* f = fmemopen(a, sizeof a, "w");
