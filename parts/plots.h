@@ -334,7 +334,7 @@ static bool coincide(const SweepReport* r, const struct Series* a, const struct 
   bool same = a->chart == b->chart && a->ink == b->ink && a->y >= V_TPOT50 && b->y <= V_TTFT99;
   for (int i = 0; i < r->n_rows && same; i++) {
     double ratio = row_value(r, i, a->y) / row_value(r, i, b->y);
-    same = isnan(ratio) || fabs(ratio - 1) < 0.03;
+    same = r->rows[i].status != ROW_OK || fabs(ratio - 1) < 0.03;  // NaN: not measured, not equal
   }
   return same;
 }

@@ -461,6 +461,36 @@ static void test_files(void) {
   free_run(&runs[1]);
 }
 
+// Percentiles that nobody could tell apart share a line's name; what was not measured equals
+// nothing.
+static void test_series_names(void) {
+  SweepRow rows[2];
+  SweepReport r;
+  memset(rows, 0, sizeof rows);
+  memset(&r, 0, sizeof r);
+  r.rows = rows;
+  r.n_rows = 2;
+  const struct Series* tpot = SERIES;
+  while (tpot->y != V_TPOT50) tpot++;
+  static const struct {
+    double p95, p99;
+    const char* names[3];
+  } cases[] = {{1.0, 1.02, {"TPOT P50 to P99", "", ""}},
+               {1.0, 1.2, {"TPOT P50 to P95", "", "TPOT P99"}},
+               {1.2, 1.2, {"TPOT P50", "TPOT P95 to P99", ""}},
+               {NAN, 1.0, {"TPOT P50", "TPOT P95", "TPOT P99"}}};
+  for (int i = 0; i < 4; i++) {
+    for (int k = 0; k < 2; k++) {
+      Percentiles p = {10, 10 * cases[i].p95, 10 * cases[i].p99, 1};
+      rows[k].tpot = rows[k].ttft = p;
+      rows[k].batch = k + 1;
+    }
+    for (int k = 0; k < 3; k++)
+      CHECK(strcmp(series_name(&r, tpot + k).s, cases[i].names[k]) == 0, "case %d, %d: %s", i, k,
+            series_name(&r, tpot + k).s);
+  }
+}
+
 // ---- reports that no run should give
 
 static double odd_number(void) {
@@ -547,6 +577,7 @@ int main(void) {
   test_titles();
   test_cdf();
   test_latency();
+  test_series_names();
   test_variance();
   test_files();
   test_odd_reports();
