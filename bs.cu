@@ -30,10 +30,10 @@
 //  1748  parts/plots.h      drawn by us, encoded by stb_image_write
 //  1749  parts/tokenizer.h  text to tokens and back
 //  1751  commands           a device, a model, defaults; bs sweep
-//  1956  parts/plan.h       bs plan and bs knee
-//  1985  streams            lengths and arrivals, drawn or from a trace
-//  2017  compare            one stream of requests through every policy
-//  2516  parts/generate.h   bs generate; then main
+//  1957  parts/plan.h       bs plan and bs knee
+//  1959  streams            lengths and arrivals, drawn or from a trace
+//  1991  compare            one stream of requests through every policy
+//  2504  parts/generate.h   bs generate; then main
 //
 // It refuses what it cannot do right: see README.md. "Article 1" is "LLM 推理批量大小怎样在显存和吞吐
 // 之间取舍", "article 2" is "深入理解LLM中的Batch Size"; NOTES.md checks what they claim.
@@ -1941,6 +1941,7 @@ static int cmd_sweep(Session* s, const Options* o) {
     report.bandwidth = s->device.bandwidth;
     report.rate = s->device.rate;
     report.cards = 1;
+    report.simulated = s->device.api == &sim_backend;
     report.fp8_kv = s->device.fp8_kv;
     if (interrupted)
       say(report.knee.why, sizeof report.knee.why,
@@ -1954,33 +1955,6 @@ static int cmd_sweep(Session* s, const Options* o) {
 }
 
 #include "parts/plan.h"
-
-// Lines of a file as prompts; returns how many, or -1.
-static int read_prompts(const char* path, const char** prompts, char* err) {
-  FILE* f = fopen(path, "r");
-  char* line = NULL;
-  size_t cap = 0;
-  int n = 0;
-  ssize_t length;
-  if (!f) {
-    snprintf(err, ERR_LEN, "%.300s: cannot read: %s", path, strerror(errno));
-    return -1;
-  }
-  while ((length = getline(&line, &cap, f)) >= 0) {
-    while (length > 0 && strchr("\r\n", line[length - 1])) line[--length] = 0;
-    if (length == 0) continue;
-    if (n == MAX_PROMPTS) {
-      snprintf(err, ERR_LEN, "%.300s: more than %d prompts", path, MAX_PROMPTS);
-      n = -1;
-      break;
-    }
-    prompts[n++] = strdup(line);
-  }
-  if (n == 0) snprintf(err, ERR_LEN, "%.300s: no prompt in it", path);
-  free(line);
-  fclose(f);
-  return n > 0 ? n : -1;
-}
 
 // ---- Streams: requests with lengths and arrivals, drawn or from a trace (article 1, section 4).
 
@@ -2257,6 +2231,22 @@ static double mean_length(const Dist* d) {
   return d->kind == DIST_UNIFORM ? (d->a + d->b) / 2 : d->a;
 }
 
+// From a stream's output lengths alone: their spread (standard deviation / mean), and how much
+// longer than the mean the longest of each static batch is, for which all its rows are computed.
+static void length_spread(const Stream* s, int batch, double* cv, double* ideal) {
+  double sum = 0, squares = 0, longest = 0, computed = 0;
+  for (int i = 0; i < s->n; i++) {
+    double x = s->requests[i].max_new;
+    int members = i % batch + 1;
+    sum += x;
+    squares += x * x;
+    longest = members == 1 ? x : fmax(longest, x);
+    if (members == batch || i == s->n - 1) computed += longest * members;
+  }
+  *cv = sqrt(fmax(squares / s->n - sum / s->n * sum / s->n, 0)) / (sum / s->n);
+  *ideal = computed / sum;
+}
+
 // The same mean output, spread more and more: where the gain of continuous batching comes from.
 // Prompts are equal and all there at once, so that nothing else differs.
 static void measure_variance(Comparison* c) {
@@ -2270,32 +2260,30 @@ static void measure_variance(Comparison* c) {
   static const char* const names[] = {"all %g", "uniform %g-%g", "uniform %g-%g", "exp %g",
                                       "lognormal %g, %g"};
   o.rate = 0;
-  int batch = c->limits.max_batch;  // whole batches only, three are enough
-  o.n_requests = o.n_requests < 3 * batch ? o.n_requests - o.n_requests % batch : 3 * batch;
+  int batch = c->limits.max_batch;  // whole batches only; three, where they take real time
+  bool simulated = c->session->device.api == &sim_backend;
+  if (!simulated && o.n_requests > 3 * batch) o.n_requests = 3 * batch;
+  o.n_requests -= o.n_requests % batch;
   o.input.a = round(mean_length(&o.input));
   o.input.kind = DIST_FIXED;
   snprintf(c->variance_name, sizeof c->variance_name,
            "%d requests, prompt %.0f, outputs of mean %.0f, all at once", o.n_requests, o.input.a,
            mean);
-  printf("\nThe same with other spreads of the output length: %s.\n", c->variance_name);
+  double cv, ideal;
+  length_spread(&c->stream, batch, &cv, &ideal);
+  printf(
+      "\nBy its output lengths alone (cv %.2f) this stream allows %.2fx. The same with other "
+      "spreads: %s.\n",
+      cv, ideal, c->variance_name);
   for (int k = 0; k < 5 && !interrupted; k++) {
     Stream s;
     VariancePoint* p = &c->points[c->n_points];
-    double sum = 0, squares = 0, longest = 0, batches = 0;
     memset(&s, 0, sizeof s);
     drawn_stream(&s, &c->session->weights.config, &o, spreads[k]);
     measure_stream(&s);
     cap_outputs(s.requests, s.n, c->size.max_positions - s.longest_prompt);
-    for (int i = 0; i < s.n; i++) {
-      double x = s.requests[i].max_new;
-      sum += x;
-      squares += x * x;
-      longest = i % c->limits.max_batch == 0 ? x : fmax(longest, x);
-      if ((i + 1) % c->limits.max_batch == 0) batches += longest * c->limits.max_batch;
-    }
+    length_spread(&s, batch, &p->cv, &p->ideal);
     snprintf(p->name, sizeof p->name, names[k], spreads[k].a, spreads[k].b);
-    p->cv = sqrt(fmax(squares / s.n - sum / s.n * sum / s.n, 0)) / (sum / s.n);
-    p->ideal = batches / sum;
     p->static_tok_s = tokens_per_second(c, &s, POLICY_STATIC);
     p->continuous_tok_s = interrupted ? 0 : tokens_per_second(c, &s, POLICY_CONTINUOUS);
     free_requests(s.requests, s.n);

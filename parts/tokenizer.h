@@ -581,3 +581,30 @@ static bool load_tokenizer(const char* dir, int vocab_size, Tokenizer* t, char* 
   if (!ok) free_tokenizer(t);
   return ok;
 }
+
+// Lines of a file as prompts; returns how many, or -1.
+static int read_prompts(const char* path, const char** prompts, char* err) {
+  FILE* f = fopen(path, "r");
+  char* line = NULL;
+  size_t cap = 0;
+  int n = 0;
+  ssize_t length;
+  if (!f) {
+    snprintf(err, ERR_LEN, "%.300s: cannot read: %s", path, strerror(errno));
+    return -1;
+  }
+  while ((length = getline(&line, &cap, f)) >= 0) {
+    while (length > 0 && strchr("\r\n", line[length - 1])) line[--length] = 0;
+    if (length == 0) continue;
+    if (n == MAX_PROMPTS) {
+      snprintf(err, ERR_LEN, "%.300s: more than %d prompts", path, MAX_PROMPTS);
+      n = -1;
+      break;
+    }
+    prompts[n++] = strdup(line);
+  }
+  if (n == 0) snprintf(err, ERR_LEN, "%.300s: no prompt in it", path);
+  free(line);
+  fclose(f);
+  return n > 0 ? n : -1;
+}
