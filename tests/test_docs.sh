@@ -44,6 +44,34 @@ while IFS= read -r line; do
   ok "documents, in a sentence: ./bs$line" $?
 done <"$tmp/inline"
 
+# Figures of LABS.md and of NOTES.md's table of claims: a simulated GPU gives them to the digit.
+h200="--device sim:h200 --model llama-3.2-1b"
+h100="--device sim:h100 --model llama-3-8b"
+while IFS='|' read -r words line; do
+  "$bs" $line --out "$tmp/figures" >"$tmp/out" 2>&1
+  grep -q -e "$words" "$tmp/out"
+  ok "documents, figures: '$words' in ./bs $line" $?
+done <<END
+ 7373 .*memory (weights)|plan --model llama-3-8b --device sim:a100-80g
+Stopped by memory: batch 128 did not fit: KV needs 78.25 GiB|plan --model llama-3-8b --device sim:a100-80g --input-len 4000 --output-len 1000
+4096 *1.250 *11 |plan --model llama-2-70b --device sim:h100
+4096 *[0-9.]* *246 |plan --model llama-2-70b --device sim:h100 --gpus 4 --kv fp8
+ 13 *8 *477|plan --model llama-2-70b --device sim:h100 --gpus 4 --kv-heads 1,8,64 --input-len 2048 --output-len 2048
+this stream allows 4.26x|compare $h200 --requests 512 --input-len 128 --output-len exp:128@1024 --max-batch 32
+continuous *256 *43695.7|compare $h200 --policy continuous --kv-tokens 8000
+continuous *255 *6337.9|compare $h200 --policy continuous --kv-tokens 1000
+Working point: batch 102,|sweep $h200 --slo-tpot 0.65 --batches 64,80,96,102,104,112,128
+would break the TTFT SLO: P95 32.45 ms|sweep $h200 --slo-ttft 20
+Working point: batch 128,|knee tests/data/sweep_vllm_h100_bg_llama-2-7b.csv --slo-tpot 50
+Working point: batch 8,|knee tests/data/sweep_vllm_h100_bg_llama-2-7b.csv --slo-tpot 15
+continuous *400 *602|compare $h100 --policy continuous --rate 4 --requests 400 --input-len 2000 --output-len 200 --step-tokens 32
+continuous *1000 *6303|compare $h100 --policy continuous --requests 1000
+continuous *1000 *6080|compare $h100 --policy continuous --requests 1000 --rate 60
+continuous .* 29.7 |compare $h100 --policy continuous --max-total-tokens 4000
+static .* 29.5 *76.0 |compare $h100
+batch 8 .*KV needs 15.6|plan --model llama-2-7b --device sim:4090 --input-len 2000 --output-len 2000
+END
+
 # Options: what a document names exists; what exists is explained.
 grep -oh -- '--[a-z][a-z-]*' $docs | sort -u | while read -r option; do
   grep -q -e "^  $option " "$tmp/help" || echo "$option is in no help"
