@@ -15,8 +15,8 @@
 #include <cuda_runtime.h>
 
 // ---- Kernels. All data that a matrix unit multiplies lies in memory the way its registers want
-// it, so that a load is one 128-bit access per lane, 512 contiguous bytes per warp, with no shared
-// memory and no shuffling in between:
+// it, so that a load of weights is one 128-bit access per lane, 512 contiguous bytes per warp, with
+// no shuffling in between:
 //
 //   mma m16n8k16: D[16 rows, 8 tokens] += A[16, 16] . B[16, 8]. Lane = 4 g + t (g 0..7, t 0..3)
 //   holds A: rows g and g + 8; B: token g; D: rows g and g + 8 of tokens 2t and 2t + 1.
@@ -24,13 +24,17 @@
 // A sum over k may be taken in any order as long as A and B agree on it, so lane t takes the 8
 // CONSECUTIVE k's 8t .. 8t+7 of every 32: two mmas' worth. For an activation row, plain row-major
 // memory then already is the fragment: 16 bytes at 8t. Weights are A, packed once at load into 16 x
-// 32 tiles of 1 KB; tokens are B's columns, so 1 to 8 tokens cost the same.
+// 32 tiles of 1 KB.
+//
+// Tokens are B's columns, and an empty column costs as much as a full one. So a step of 8 tokens
+// reads and multiplies what a step of 1 does: this is why batch 8 is as cheap as batch 1.
 
 enum { WARP = 32, TILE_ROWS = 16, TILE_K = 32, TILE_HALVES = TILE_ROWS * TILE_K, MAX_SLICES = 8 };
 enum { BLOCK_TILES = 8, BLOCK_ROWS = BLOCK_TILES * TILE_ROWS };  // rows are padded to whole blocks
 
 // Where element (row, col) of a [n, k] matrix lies after packing: [n / 128][k / 32][8 tiles], so
-// that what 128 rows need of some k's is one piece.
+// that what 128 rows need of some k's is one piece. Row 9, k 13, for example: tile 0, its second
+// mma, lane 5 (g 1, t 1), register a1, the upper half.
 __host__ __device__ static inline size_t packed_index(int row, int col, int k) {
   size_t tile = ((size_t)(row / BLOCK_ROWS) * (k / TILE_K) + col / TILE_K) * BLOCK_TILES +
                 row % BLOCK_ROWS / TILE_ROWS;
@@ -49,8 +53,9 @@ __host__ __device__ constexpr int token_group(int tokens) {
 }
 
 // Where k of token t lies among the activations [T, n_k] that a linear layer reads. Up to 8 tokens
-// (group = 0): row-major. More: [T / group][k / 8][group][8], the k's of every 32 in the order in
-// which ldmatrix and wgmma hand them to the lanes that hold their weights.
+// (group = 0): row-major. More: [T / group][k / 8][group][8]. ldmatrix and wgmma read 8 k's of 8
+// tokens at once, two k's for each of four lanes; so piece j of every 32 k's is the j'th pair of
+// each lane's eight: k's 2j, 2j + 1, then 8 + 2j, 9 + 2j, then 16 + 2j, ...
 __host__ __device__ static inline size_t activation_index(int t, int k, int n_k, int group) {
   if (!group) return (size_t)t * n_k + k;
   size_t piece = (size_t)(t / group) * (n_k / 8) + k / 32 * 4 + k % 8 / 2;
@@ -472,12 +477,12 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
   }
 }
 
-// Rung 3: 1 to 8 tokens, where a step is bound by weights and by latency. A warp owns 16 rows and
-// one slice of k; its weights stream through a ring of 16 loads in flight (8 KB a warp, 64 KB a
-// block; Little's law at 4.3 TB/s and 0.8 us asks for 26 KB an SM), the first 16 issued before
-// waiting for the previous kernel. What would be a kernel before and after is done in place:
-// RMSNorm of the residual stream on the way in, and RoPE, SwiGLU or the residual addition on the
-// way out. Must move 2 n k bytes.
+// Rung 3: 1 to 8 tokens, the columns of one mma, where a step is bound by weights and by latency
+// and each token more is nearly free. A warp owns 16 rows and one slice of k; its weights stream
+// through a ring of 16 loads in flight (8 KB a warp, 64 KB a block; Little's law at 4.3 TB/s and
+// 0.8 us asks for 26 KB an SM), the first 16 issued before waiting for the previous kernel. What
+// would be a kernel before and after is done in place: RMSNorm of the residual stream on the way
+// in, and RoPE, SwiGLU or the residual addition on the way out. Must move 2 n k bytes.
 enum { SKINNY_WARPS = 8, SKINNY_TOKENS = 8, RING = 8 };  // ring: in tiles of 1 KB
 
 typedef struct {
@@ -579,7 +584,7 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
 // of 64, the weights of the first ones asked for before waiting for the previous kernel. In a stage
 // 8 tokens x 8 k's are 128 contiguous bytes (see activation_index), which both ldmatrix and wgmma
 // read without bank conflicts. At 64 tokens on an H200 gate-up takes 21.8 us: 20.0 without the
-// products, 15.1 without the copies; at 256 tokens 37.7, 33.5 and 31.6.
+// products, 15.1 without the copies (NOTES.md, section 6, has more).
 //
 // On Hopper one thread keeps the ring full with bulk copies, one for all weights of a stage (with 8
 // copies of 2 KB instead gate-up took 33 us), and from 33 tokens on four warps multiply together
@@ -1237,7 +1242,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
   if (slot < 0 || split >= end) return;
   const half* q = to.q + ((size_t)first * kv.heads + head0) * KD;
   if (sizeof(N) > 1 && qkv.slices > 0) {  // fp8: rope_fp8_kernel has done it
-    q = q_shared;
+    q = q_shared;  // which store_qkv will meet where it looks for this token and head:
     to.q = q_shared - ((size_t)first * kv.heads + head0) * KD;
     rotate_and_store<K>(&to, qkv, first, head0, heads, g, end == n_splits);
   }
@@ -1521,9 +1526,9 @@ static double gpu_probe_rate(const Device* d) {
   return 2.0 * 16 * 8 * 16 * 8 * rounds * blocks * warps / seconds;
 }
 
-// ---- A step on the GPU: five launches a layer up to 8 tokens, seven or eight beyond. Decode steps
-// are recorded once per size as a CUDA graph and replayed, since launching 130 kernels one by one
-// takes the host longer than a small model takes the GPU.
+// ---- A step on the GPU: five launches a layer up to 8 tokens (fp8 cache: six), seven or eight
+// beyond. Decode steps are recorded once per size as a CUDA graph and replayed, since launching 130
+// kernels one by one takes the host longer than a small model takes the GPU.
 
 // BATCH_INTS: ints a token has in the lists: a run (4), id, pos, slot, row.
 enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };
