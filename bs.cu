@@ -9,31 +9,31 @@
 // The map, top to bottom, after the structs of model.h (Matrix, Weights, KVCache, Batch). What a
 // first reading can skip is in parts/, included where it stands:
 //    55  rows and Backend   what a run measures and decides; a device is a struct of functions
-//   187  platform shim      memory by purpose
-//   323  ceilings           how fast this device can read and multiply
-//   402  requests           what a client wants, and where it stands
-//   432  KV cache           blocks of 16 tokens and who holds them
-//   507  engine             a model on a device, with steps in flight
-//   641  roofline           the work of a step, counted
-//   688  scheduler          static, bucketed, continuous: who runs in the next step
-//  1064  engine loop        plan, submit, collect
-//  1235  CPU backend        submit = forward_cpu
-//  1345  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1348  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
-//  1353  weights            from a checkpoint to what the device wants
-//  1447  metrics            percentiles
-//  1481  knee               the walk that finds the working point
-//  1595  parts/interop.h    other tools' measurements and traces in, their options out
-//  1596  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1598  parts/options.h    one table for parser and --help
-//  1600  sweep              one row per batch size
-//  1748  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1749  parts/tokenizer.h  text to tokens and back
-//  1751  commands           a device, a model, defaults; bs sweep
-//  1957  parts/plan.h       bs plan and bs knee
-//  1959  streams            lengths and arrivals, drawn or from a trace
-//  1991  compare            one stream of requests through every policy
-//  2504  parts/generate.h   bs generate; then main
+//   194  platform shim      memory by purpose
+//   330  ceilings           how fast this device can read and multiply
+//   409  requests           what a client wants, and where it stands
+//   439  KV cache           blocks of 16 tokens and who holds them
+//   514  engine             a model on a device, with steps in flight
+//   648  roofline           the work of a step, counted
+//   695  scheduler          static, bucketed, continuous: who runs in the next step
+//  1071  engine loop        plan, submit, collect
+//  1242  CPU backend        submit = forward_cpu
+//  1352  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1355  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
+//  1360  weights            from a checkpoint to what the device wants
+//  1454  metrics            percentiles
+//  1488  knee               the walk that finds the working point
+//  1604  parts/interop.h    other tools' measurements and traces in, their options out
+//  1605  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1607  parts/options.h    one table for parser and --help
+//  1609  sweep              one row per batch size
+//  1757  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1758  parts/tokenizer.h  text to tokens and back
+//  1760  commands           a device, a model, defaults; bs sweep
+//  1969  parts/plan.h       bs plan and bs knee
+//  1971  streams            lengths and arrivals, drawn or from a trace
+//  2003  compare            one stream of requests through every policy
+//  2517  parts/generate.h   bs generate; then main
 //
 // It refuses what it cannot do right: see README.md. "Article 1" is "LLM 推理批量大小怎样在显存和吞吐
 // 之间取舍", "article 2" is "深入理解LLM中的Batch Size"; NOTES.md checks what they claim.
@@ -80,7 +80,14 @@ typedef struct {  // one line of sweep.csv; NaN (or 0 for ints): undefined, an e
   double mem_weights_mib, mem_kv_mib, mem_work_mib, mem_other_mib, mem_used_mib, mem_limit_mib;
 } SweepRow;
 
-typedef enum { STOP_MEMORY, STOP_SLO, STOP_JUMP, STOP_PLATEAU, STOP_END } StopRule;
+typedef enum {
+  STOP_MEMORY,
+  STOP_SLO,
+  STOP_JUMP,
+  STOP_PLATEAU,
+  STOP_END,       // no larger batch was asked for
+  STOP_INTERRUPT  // or measured before Ctrl-C
+} StopRule;
 typedef struct {
   double slo_ttft_ms, slo_tpot_ms;  // 0 = none
   int percentile;                   // 50, 95 or 99
@@ -587,7 +594,7 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   size_t k_bytes, v_bytes, used = d->api->used(), left = d->limit > used ? d->limit - used : 0;
   engine_kv_bytes(d, &w->config, size, &k_bytes, &v_bytes);
   if (k_bytes + v_bytes > left) {
-    snprintf(err, ERR_LEN, "KV needs %.2f GiB, %.2f GiB left", (k_bytes + v_bytes) / GIB,
+    snprintf(err, ERR_LEN, "KV needs %.4g GiB, %.4g GiB left", (k_bytes + v_bytes) / GIB,
              left / GIB);
     return ROW_SKIPPED;
   }
@@ -608,10 +615,10 @@ static RowStatus engine_open(Engine* e, Device* d, const Weights* w, EngineSize 
   e->kv.v = device_alloc(d, MEM_KV, v_bytes);
   if (e->kv.k && e->kv.v && d->api->engine_open(e)) return ROW_OK;
   RowStatus status = d->refused ? ROW_OOM : ROW_SKIPPED;
-  snprintf(err, ERR_LEN, "working memory does not fit beside %.2f GiB of KV: %.2f GiB left",
+  snprintf(err, ERR_LEN, "working memory does not fit beside %.4g GiB of KV: %.4g GiB left",
            (k_bytes + v_bytes) / GIB, left / GIB);
   if (d->refused)
-    snprintf(err, ERR_LEN, "out of memory, although %.2f GiB were left for %.2f GiB of KV",
+    snprintf(err, ERR_LEN, "out of memory, although %.4g GiB were left for %.4g GiB of KV",
              left / GIB, (k_bytes + v_bytes) / GIB);
   engine_close(e);
   return status;
@@ -1486,8 +1493,8 @@ static double at_percentile(Percentiles p, int percentile) {
 //   jump     its TPOT grows by more than 2.2x per doubling of the batch
 //   plateau  no later row gives 10% more tokens/s per doubling
 
-static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end"};  // StopRule
-static const char* const status_names[] = {"ok", "skipped", "oom"};                   // RowStatus
+static const char* const stop_names[] = {"memory", "slo", "jump", "plateau", "end", "interrupt"};
+static const char* const status_names[] = {"ok", "skipped", "oom"};
 static const char* const bound_names[] = {"memory (weights)", "memory (KV)", "compute", "overhead"};
 
 // How a quantity that went from x to y changed per doubling of the batch: 2 = it doubled too.
@@ -1506,10 +1513,11 @@ static bool may_step_on(const SweepRow* rows, int i, KneeRules rules, Knee* k) {
   double tpot = at_percentile(r->tpot, q);
   k->rule = STOP_MEMORY;
   if (r->status != ROW_OK) {
-    return say(k->why, size, "batch %d did not fit: %s", r->batch, r->reason);
+    return say(k->why, size, "batch %d did not fit: %s", r->batch,
+               *r->reason ? r->reason : status_names[r->status]);
   }
   if (100 * r->mem_used_mib > rules.watermark_pct * r->mem_limit_mib) {
-    return say(k->why, size, "batch %d would use %.2f of %.2f GiB, over the %g%% watermark",
+    return say(k->why, size, "batch %d would use %.4g of %.4g GiB, over the %g%% watermark",
                r->batch, r->mem_used_mib / 1024, r->mem_limit_mib / 1024, rules.watermark_pct);
   }
   k->rule = STOP_SLO;
@@ -1539,8 +1547,9 @@ static bool grows_after(const SweepRow* rows, int n, int i, KneeRules rules, Kne
   double gain = 100 * (best - 1);
   k->rule = STOP_PLATEAU;
   if (isinf(best) || gain >= rules.min_gain_pct) return true;
-  return say(k->why, sizeof k->why, "no batch above %d gains %g%% per doubling (at best %+.1f%%)",
-             rows[i].batch, rules.min_gain_pct, gain);
+  return say(k->why, sizeof k->why,
+             "no batch above %d gains %g%% per doubling over it (at best %+.1f%%)", rows[i].batch,
+             rules.min_gain_pct, gain);
 }
 
 // PRECONDITION: rows ascend strictly by batch. The walk stands on a row that breaks no rule; there
@@ -1907,6 +1916,7 @@ static int save_report(const SweepReport* s, const Options* o, const char* dtype
 
 static int cmd_sweep(Session* s, const Options* o) {
   char err[ERR_LEN];
+  bool simulated = s->device.api == &sim_backend;
   const Config* c = &s->model.config;
   if ((long)o->input_len + o->output_len > c->max_context) {
     snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
@@ -1924,14 +1934,14 @@ static int cmd_sweep(Session* s, const Options* o) {
   printf("%s on %s: %.0f M parameters, loaded in %.1f s; %d prompt + %d new tokens\n", c->name,
          s->device.name, parameter_count(c) / 1e6, now() - s->load_start, o->input_len,
          o->output_len);
-  printf(
-      "probed ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.1f GiB, limit %.1f GiB\n\n",
-      s->device.bandwidth / 1e9, s->device.rate / 1e12, s->device.total / GIB,
-      s->device.limit / GIB);
+  printf("%s ceilings: read %.1f GB/s, multiply %.2f TFLOP/s; memory %.4g GiB, limit %.4g GiB\n\n",
+         simulated ? "given" : "probed", s->device.bandwidth / 1e9, s->device.rate / 1e12,
+         s->device.total / GIB, s->device.limit / GIB);
   put_sweep_row(csv.f, HEADER, &no_row);
   SweepRow rows[MAX_BATCHES];
   int n = sweep_rows(s, o, rows, &csv), status = 0;
-  if (n == 0) {  // earlier results stay as they are
+  if (n == 0) {
+    printf("Interrupted before a batch was measured: earlier results stay.\n");
     result_drop(&csv);
   } else if (!result_close(&csv, err)) {
     return give_up(1, err);
@@ -1941,11 +1951,13 @@ static int cmd_sweep(Session* s, const Options* o) {
     report.bandwidth = s->device.bandwidth;
     report.rate = s->device.rate;
     report.cards = 1;
-    report.simulated = s->device.api == &sim_backend;
+    report.simulated = simulated;
     report.fp8_kv = s->device.fp8_kv;
-    if (interrupted)
-      say(report.knee.why, sizeof report.knee.why,
-          "interrupted after batch %d: larger ones are unknown", rows[n - 1].batch);
+    Knee* k = &report.knee;
+    if (interrupted && (k->rule == STOP_END || k->rule == STOP_PLATEAU)) {
+      k->rule = STOP_INTERRUPT;
+      say(k->why, sizeof k->why, "what is above batch %d is unknown", rows[n - 1].batch);
+    }
     printf("\n");
     print_prediction(stdout, &report);
     status = finish_report(&report, o, dtype_name(s->device.fp8_kv));
@@ -2260,10 +2272,10 @@ static void measure_variance(Comparison* c) {
   static const char* const names[] = {"all %g", "uniform %g-%g", "uniform %g-%g", "exp %g",
                                       "lognormal %g, %g"};
   o.rate = 0;
-  int batch = c->limits.max_batch;  // whole batches only; three, where they take real time
+  int batch = c->limits.max_batch, most = batch < 8 ? 24 : 3 * batch;  // enough, in real time
   bool simulated = c->session->device.api == &sim_backend;
-  if (!simulated && o.n_requests > 3 * batch) o.n_requests = 3 * batch;
-  o.n_requests -= o.n_requests % batch;
+  if (!simulated && o.n_requests > most) o.n_requests = most;
+  o.n_requests -= o.n_requests % batch;  // whole batches only
   o.input.a = round(mean_length(&o.input));
   o.input.kind = DIST_FIXED;
   snprintf(c->variance_name, sizeof c->variance_name,
@@ -2317,6 +2329,7 @@ static int make_stream(Stream* s, const Config* c, const Options* o, char* err) 
   char arrivals[64] = "all at once";
   if (o->rate > 0) snprintf(arrivals, sizeof arrivals, "%.3g requests/s", o->rate);
   if (o->trace && o->rate == 0) snprintf(arrivals, sizeof arrivals, "as recorded");
+  if (s->requests[s->n - 1].arrival == 0) snprintf(arrivals, sizeof arrivals, "all at once");
   if (o->trace)
     snprintf(s->name, sizeof s->name, "%d requests of %.60s, %s", s->n,
              strrchr(o->trace, '/') ? strrchr(o->trace, '/') + 1 : o->trace, arrivals);

@@ -86,8 +86,8 @@ static bool set_cell(Measured* m, const char* name, const char* text, char* why)
     if (strcmp(name, columns[i].name) != 0) continue;
     char* end;
     double value = strtod(text, &end);
-    if (*end != '\0' || !isfinite(value) || value < 0)
-      return say(why, WHY_LEN, "%s '%.40s': must be a number, 0 or more", name, text);
+    if (*end != '\0' || !(value >= 0 && value <= 1e18))
+      return say(why, WHY_LEN, "%s '%.40s': must be a number from 0 to 1e18", name, text);
     *column_of(m, i) = value;
   }
   return true;
@@ -281,20 +281,38 @@ static int choose_rows(const char* path, Measured* m, int n, int input_len, int 
   return kept > 0 ? kept : -1;
 }
 
+// A text file as a string, to be freed. NULL: err says why.
+static char* text_file(const char* path, size_t most_bytes, char* err) {
+  Mapping map = {NULL, 0};
+  if (!map_file(path, &map, err)) return NULL;
+  const char* from = (const char*)map.addr;
+  size_t mark = map.len >= 3 && memcmp(from, "\xef\xbb\xbf", 3) == 0 ? 3 : 0;  // Excel's, of UTF-8
+  bool small = map.len <= most_bytes, is_text = small && !memchr(from, '\0', map.len);
+  char* text = is_text ? strndup(from + mark, map.len - mark) : NULL;
+  munmap(map.addr, map.len);
+  if (!small) file_error(err, path, "size: over %zu bytes", most_bytes);
+  if (small && !text) file_error(err, path, "bytes: not a text file");
+  return text;
+}
+
+// The next line of a text, cut out where it lies; NULL after the last.
+static char* next_line(char** at) {
+  char* line = *at;
+  if (*line == '\0') return NULL;
+  size_t length = strcspn(line, "\n");
+  *at += length + (line[length] == '\n');
+  while (length > 0 && line[length - 1] == '\r') length--;
+  line[length] = '\0';
+  return line;
+}
+
 // Ascending by batch, room for MAX_MEASURED of them. Returns how many rows, or -1.
 static int read_measurements(const char* path, int input_len, int output_len, SweepRow* rows,
                              char* err) {
-  Mapping map = {NULL, 0};
-  if (!map_file(path, &map, err)) return -1;
-  bool small = map.len <= MAX_JSON, is_text = small && !memchr(map.addr, '\0', map.len);
-  char* text = is_text ? strndup((const char*)map.addr, map.len) : NULL;
-  munmap(map.addr, map.len);
-  if (!small) file_error(err, path, "size: over %d bytes", MAX_JSON);
-  if (small && !text) file_error(err, path, "bytes: not a text file");
+  char* text = text_file(path, MAX_JSON, err);
   if (!text) return -1;
   Measured* m = (Measured*)xcalloc(MAX_MEASURED, sizeof *m);
-  bool marked = strncmp(text, "\xef\xbb\xbf", 3) == 0;  // Excel starts UTF-8 with this
-  int n = read_rows(path, text + 3 * marked, m, err);
+  int n = read_rows(path, text, m, err);
   if (n > 0) n = choose_rows(path, m, n, input_len, output_len, err);
   if (n > 0) n = merge_rows(m, n, rows);
   free(m);
@@ -395,7 +413,8 @@ static void put_server_flags(FILE* f, const struct Server* e, const SweepReport*
   fprintf(f, "\"%s\": \"%s %d", e->name, e->batch, r->batch);
   if (step > 0) fprintf(f, " %s %d", e->step, step);
   if (lengths) fprintf(f, " %s %.0f", e->context, slots * context);
-  if (e->memory) fprintf(f, " %s %g", e->memory, s->rules.watermark_pct / 100);
+  if (e->memory && r->mem_limit_mib > 0)
+    fprintf(f, " %s %g", e->memory, s->rules.watermark_pct / 100);
   if (e->cards && s->cards > 1) fprintf(f, " %s %d", e->cards, s->cards);
   if (step > 0 && r->input_len > step) fputs(e->long_prompt, f);
   if (s->fp8_kv) fprintf(f, " %s", e->fp8_kv);
@@ -435,7 +454,7 @@ static double parse_time(const char* text) {
 static bool trace_columns(char* header, int which[3]) {
   static const char* const names[2][3] = {{"TIMESTAMP", "ContextTokens", "GeneratedTokens"},
                                           {"arrival_s", "prompt_tokens", "output_tokens"}};
-  char end = ',', *at = header + (strncmp(header, "\xef\xbb\xbf", 3) == 0 ? 3 : 0);
+  char end = ',', *at = header;
   for (int column = 0; end == ','; column++) {
     const char* name = next_cell(&at, &end);
     if (name == NULL) return false;
@@ -467,22 +486,19 @@ static bool trace_line(char* line, const int which[3], TraceRow* row) {
 // At most `most` rows (0 = all) by arrival, the first one at 0. NULL: err says why.
 static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
   enum { MOST_ROWS = 10000000 };
-  FILE* f = fopen(path, "r");
-  char* line = NULL;
-  size_t cap = 0, cap_rows = 0;
+  char *text = text_file(path, (size_t)1 << 30, err), *at = text, *line;
+  size_t cap_rows = 0;
   TraceRow* rows = NULL;
   int which[3] = {-1, -1, -1}, number = 0;
-  ssize_t length;
-  bool ok = f != NULL || file_error(err, path, "cannot read: %s", strerror(errno));
+  bool ok = text != NULL;
   *n = 0;
-  while (ok && (most == 0 || *n < most) && (length = getline(&line, &cap, f)) >= 0) {
-    while (length > 0 && strchr("\r\n", line[length - 1])) line[--length] = '\0';
+  while (ok && (most == 0 || *n < most) && (line = next_line(&at)) != NULL) {
     number++;
     if (number == 1 && !trace_columns(line, which))
       ok = file_error(err, path,
                       "line 1: needs the columns TIMESTAMP,ContextTokens,GeneratedTokens or "
                       "arrival_s,prompt_tokens,output_tokens");
-    if (number == 1 || length == 0 || !ok) continue;
+    if (number == 1 || *line == '\0' || !ok) continue;
     if ((size_t)*n == cap_rows) {
       cap_rows = cap_rows ? 2 * cap_rows : 1024;
       rows = (TraceRow*)realloc(rows, cap_rows * sizeof *rows);
@@ -496,10 +512,8 @@ static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
                  MOST_TOKENS);
     ++*n;
   }
-  if (ok && ferror(f)) ok = file_error(err, path, "cannot read: %s", strerror(errno));
   if (ok && *n == 0) ok = file_error(err, path, "no request in it");
-  if (f) fclose(f);
-  free(line);
+  free(text);
   if (ok) qsort(rows, (size_t)*n, sizeof *rows, compare_trace_rows);
   for (int i = *n - 1; i >= 0 && ok; i--) rows[i].arrival -= rows[0].arrival;
   if (ok && rows[*n - 1].arrival > 1e9)

@@ -59,16 +59,17 @@ static void plan_row(const Plan* p, int batch, SweepRow* row) {
   const Device* d = &p->device;
   int in = p->input_len, out = p->output_len;
   memset(row, 0, sizeof *row);
-  row->batch = row->n_requests = batch;
+  row->batch = batch;
   row->input_len = in;
   row->output_len = out;
   plan_memory(p, batch, in + out, row);
   if (row->mem_used_mib > row->mem_limit_mib) {
     row->status = ROW_SKIPPED;
-    say(row->reason, sizeof row->reason, "KV needs %.2f GiB, %.2f GiB left", row->mem_kv_mib / 1024,
+    say(row->reason, sizeof row->reason, "KV needs %.4g GiB, %.4g GiB left", row->mem_kv_mib / 1024,
         (row->mem_limit_mib - row->mem_used_mib + row->mem_kv_mib) / 1024);
     return;
   }
+  row->n_requests = batch;
   StepTotals prefill, decode;
   memset(&prefill, 0, sizeof prefill);
   memset(&decode, 0, sizeof decode);
@@ -107,12 +108,15 @@ static void plan_cards(Plan* p, const SimGpu* gpu, int cards, double vram) {
   if (cards > 1) snprintf(p->device.name, sizeof p->device.name, "%d x %.200s", cards, gpu->name);
 }
 
-// Spreads the model over `cards`, or, if that is 0, over the fewest. False: it is not enough.
+// Spreads the model over `cards`, or, if that is 0, over the fewest that hold it and get the same
+// number of query heads each, as tensor parallelism needs. False: it cannot be done.
 static bool plan_open(Plan* p, const SimGpu* gpu, int cards, double vram, char* err) {
   int length = p->input_len + p->output_len;
   SweepRow one;
+  int heads = p->config.n_heads;
   plan_cards(p, gpu, p->fewest = 1, vram);
-  while (p->fewest < 1024 && plan_fit(p, length) == 0) plan_cards(p, gpu, ++p->fewest, vram);
+  while (p->fewest < 1024 && (plan_fit(p, length) == 0 || heads % p->fewest != 0))
+    plan_cards(p, gpu, ++p->fewest, vram);
   if (cards > 0) plan_cards(p, gpu, cards, vram);
   if (plan_fit(p, length) > 0) return true;
   plan_memory(p, 1, length, &one);
@@ -137,7 +141,7 @@ static void print_plan(FILE* f, const Plan* p) {
     fprintf(
         f,
         "%d cards, as ideal tensor parallelism: all adds up and messages cost nothing (real ones "
-        "do); %d hold the weights\n",
+        "do); %d suffice for the weights\n",
         p->cards, p->fewest);
   fprintf(f, "Memory: %d requests fit into %g%% of %.1f GiB: weights %.2f + KV cache %.2f", most,
           p->watermark_pct, r.mem_limit_mib / 1024, r.mem_weights_mib / 1024, r.mem_kv_mib / 1024);
@@ -179,6 +183,11 @@ static int plan_init(Plan* p, Session* s, const Options* o, char* err) {
   if (o->input_len + o->output_len > p->config.max_context) {
     snprintf(err, ERR_LEN, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
              o->input_len, o->output_len, p->config.name, p->config.max_context);
+    return 2;
+  }
+  if (o->cards > 0 && p->config.n_heads % o->cards != 0) {
+    snprintf(err, ERR_LEN, "--gpus %d: %s's %d query heads do not divide among them", o->cards,
+             p->config.name, p->config.n_heads);
     return 2;
   }
   return 0;

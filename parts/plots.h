@@ -36,7 +36,7 @@ static Str format_num(double v, bool mib) {
   int unit = mib ? 2 : 0;
   double step = mib ? 1024 : 1000;
   for (; fabs(v) >= 0.9995 * step && unit < 6; unit++) v /= step;
-  if (isnan(v)) return format_str("n/a");
+  if (isnan(v) || v == 0) return format_str(v == 0 ? "0" : "n/a");
   return format_str("%.3g%s%.1s%s", v, mib ? " " : "", &"\0kMGTPE"[unit], mib ? "iB" : "");
 }
 
@@ -252,11 +252,20 @@ enum { V_BATCH, V_TOK, V_ROOF, V_NOREUSE, V_WORK, V_FLOPS, V_WEIGHTS, V_KV, V_AC
 enum { V_TPOT50 = 10, V_TPOT95, V_TPOT99, V_TPOT, V_TTFT50, V_TTFT95, V_TTFT99, V_SLO_TPOT };
 enum { V_SLO_TTFT = 18, V_MARK, V_LIMIT, V_BEND, V_PEAK, V_STEP, V_ROOF_US, V_PREDICTED };
 
+// A row's tokens/s if each decode step took so long and its prompts as long as they did; without
+// the prompts where their time is not known.
+static double tokens_per_s(const SweepRow* w, double step_us) {
+  double tokens = (double)w->batch * w->output_len;
+  double prompts = (double)w->batch * w->input_len / w->prefill_tok_s;
+  double known = tokens / (prompts + (w->output_len - 1) * step_us * 1e-6);
+  return prompts > 0 && w->output_len > 1 ? known : w->batch / step_us * 1e6;
+}
+
 static double row_value(const SweepReport* r, int i, int v) {
   const SweepRow* w = &r->rows[i];
   Percentiles p = w->tpot, f = w->ttft;
-  double n = w->batch, tok = w->output_tok_s, roof = n / w->roof_us * 1e6;
-  double noreuse = n / w->noreuse_us * 1e6, chosen = at_percentile(p, r->rules.percentile);
+  double n = w->batch, tok = w->output_tok_s, roof = tokens_per_s(w, w->roof_us);
+  double noreuse = tokens_per_s(w, w->noreuse_us), chosen = at_percentile(p, r->rules.percentile);
   double work = w->step_flops / w->step_bytes, flops = w->step_flops / w->step_us * 1e6;
   double weights = w->mem_weights_mib, kv = weights + w->mem_kv_mib, act = kv + w->mem_work_mib;
   double used = act + w->mem_other_mib, limit = w->mem_limit_mib;
@@ -299,7 +308,7 @@ static const struct Series {
 } SERIES[] = {
     {0, V_BATCH, V_TOK, AS_SOLID, INK_BLUE, "achieved"},
     {0, V_BATCH, V_ROOF, AS_DASHES, INK_DARK, "roofline"},
-    {0, V_BATCH, V_NOREUSE, AS_DOTS, INK_RED, "no weight reuse"},
+    {0, V_BATCH, V_NOREUSE, AS_DOTS, INK_RED, "roofline, no weight reuse"},
     {1, V_BATCH, V_TPOT50, AS_SOLID, INK_BLUE, "TPOT P50"},
     {1, V_BATCH, V_TPOT95, AS_DASHES, INK_BLUE, "TPOT P95"},
     {1, V_BATCH, V_TPOT99, AS_DOTS, INK_BLUE, "TPOT P99"},
@@ -308,12 +317,12 @@ static const struct Series {
     {1, V_BATCH, V_TTFT99, AS_DOTS, INK_GREEN, "TTFT P99"},
     {1, V_BATCH, V_SLO_TPOT, AS_LIMIT, INK_DARK, "SLO for TPOT:"},
     {1, V_BATCH, V_SLO_TTFT, AS_LIMIT, INK_DARK, "SLO for TTFT:"},
+    {2, V_BATCH, V_LIMIT, AS_LIMIT, INK_DARK, "limit"},  // named first, at their lines
+    {2, V_BATCH, V_MARK, AS_LIMIT, INK_DARK, "watermark"},
     {2, V_BATCH, V_WEIGHTS, AS_BAR, INK_BLUE, "weights"},
     {2, V_BATCH, V_KV, AS_BAR, INK_RED, "KV cache"},
     {2, V_BATCH, V_ACT, AS_BAR, INK_GREEN, "activations, workspace"},
     {2, V_BATCH, V_USED, AS_BAR, INK_DIM, "framework, lost"},
-    {2, V_BATCH, V_LIMIT, AS_LIMIT, INK_DARK, "limit"},
-    {2, V_BATCH, V_MARK, AS_LIMIT, INK_DARK, "watermark"},
     {3, V_WORK, V_FLOPS, AS_SOLID, INK_BLUE, "achieved"},
     {3, V_BEND, V_PEAK, AS_SOLID, INK_DARK, "roofline"},
     {4, V_TPOT, V_TOK, AS_SOLID, INK_BLUE, "achieved"},
@@ -345,7 +354,8 @@ static Str series_name(const SweepReport* r, const struct Series* s) {
   Str none = {""};
   if (s > SERIES && coincide(r, s - 1, s)) return none;
   while (last + 1 < SERIES + N_SERIES && coincide(r, last, last + 1)) last++;
-  if (r->simulated && strcmp(s->name, "achieved") == 0) return format_str("predicted");
+  bool measured = strcmp(s->name, "achieved") == 0 || s->y == V_STEP;
+  if (r->simulated && measured) return format_str("predicted");
   return last == s ? format_str("%s", s->name) : format_str("%s to %s", s->name, last->name + 5);
 }
 
@@ -411,7 +421,8 @@ static bool has_chart(const SweepReport* r, int chart) {
 
 static Str sweep_title(const SweepReport* r, Str t) {
   if (r->knee.working < 0) t = format_str("No working point: %s", r->knee.why);
-  return format_str("%s%s", r->simulated ? "Simulated. " : "", t.s);
+  const char* cut = r->knee.rule == STOP_INTERRUPT ? "Interrupted. " : "";
+  return format_str("%s%s%s", r->simulated ? "Simulated. " : "", cut, t.s);
 }
 
 static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
@@ -426,13 +437,16 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
     }
   Str ratio = format_num(row_value(r, w, c->of) / row_value(r, 0, c->of), false);
   Str title = format_str(c->finding, r->rows[w].batch, ratio.s, r->rows[0].batch);
+  double miss = prediction_error(r->rows, r->n_rows);
   if (c->y == V_STEP && !r->simulated)
-    title = format_str("Reading, then multiplying, %+.0f us: within %.0f%% of every step",
-                       step_overhead(r->rows, r->n_rows), prediction_error(r->rows, r->n_rows));
+    title = format_str("Reading, then multiplying, %+.0f us: %s %.0f%%",
+                       step_overhead(r->rows, r->n_rows),
+                       miss > 20 ? "misses steps by up to" : "every step within", miss);
   else if (w == 0)
     title = format_str("Batch %d is the working point", r->rows[w].batch);
   if (w > 0 && strcmp(ratio.s, "n/a") == 0) title = format_str("Not measured: %s", c->y_name);
-  draw_axes(&a, sweep_title(r, title).s, c->x_name, c->y_name);
+  const char* y_name = c->y == V_STEP && r->simulated ? "time of a decode step, us" : c->y_name;
+  draw_axes(&a, sweep_title(r, title).s, c->x_name, y_name);
   for (int k = N_SERIES - 1; k >= 0; k--)
     if (SERIES[k].chart == chart) draw_series(&a, r, &SERIES[k], false);
   Point p = row_point(&a, r, w, c->x, c->y);
@@ -448,7 +462,9 @@ static void draw_summary(Box b, const SweepReport* r, int w) {
   Str head = format_str("%s on %s: run batch %d", r->model, r->device, r->rows[w].batch);
   Str tok = format_num(row_value(r, w, V_TOK), false);
   Str ms = format_num(row_value(r, w, V_TPOT), false);
-  Str tip = format_str("Expect %s tokens/s, P%d %s ms/token.", tok.s, r->rules.percentile, ms.s);
+  Str tip = format_str("Expect %s tokens/s", tok.s);
+  if (!isnan(row_value(r, w, V_TPOT)))
+    tip = format_str("%s, P%d %s ms/token", tip.s, r->rules.percentile, ms.s);
   draw_text(b.x0, b.y0 + 36, 0, room, 36, INK_DARK, sweep_title(r, head).s);
   if (r->knee.working >= 0) draw_text(b.x0, b.y0 + 86, 0, room, 21, INK_DARK, tip.s);
   for (int k = 0, at = 0; k < N_CHARTS && at < 4; k++) {
@@ -486,8 +502,9 @@ static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
   return true;
 }
 
-static int knee_batch(const SweepReport* r) {
-  return r->knee.working < 0 ? 0 : r->rows[r->knee.working].batch;
+static Str knee_batch(const SweepReport* r) {
+  return r->knee.working < 0 ? format_str("no batch")
+                             : format_str("batch %d", r->rows[r->knee.working].batch);
 }
 
 // Memory against batch, a curve for each report, with its working point: what if the model had
@@ -502,9 +519,9 @@ static bool plot_what_if(const SweepReport* reports, const Str* names, int n, co
   for (int i = 0; i < first->n_rows; i++) include_value(&a.x, row_value(first, i, V_BATCH));
   include_value(&a.y, limit);
   memset(dots, INK_NONE, sizeof dots);
-  Str title = format_str("Simulated. %.*s runs batch %d, %.*s batch %d",
-                         (int)strcspn(names[0].s, ":"), names[0].s, knee_batch(first),
-                         (int)strcspn(names[n - 1].s, ":"), names[n - 1].s, knee_batch(last));
+  Str title = format_str("Simulated. %.*s runs %s, %.*s %s", (int)strcspn(names[0].s, ":"),
+                         names[0].s, knee_batch(first).s, (int)strcspn(names[n - 1].s, ":"),
+                         names[n - 1].s, knee_batch(last).s);
   draw_axes(&a, title.s, "batch size", "device memory");
   double y = to_pixel(&a.y, limit), watermark = to_pixel(&a.y, mark);
   Point from = {a.in.x0, y}, to = {a.in.x1, y}, low = {a.in.x0, watermark},
@@ -629,6 +646,7 @@ static void draw_slots(const Axes* a, const PolicyResult* p, double row, const c
   Str work = format_str("slots %s%% occupied", format_num(p->occupancy_pct, false).s);
   Str padding = format_num(p->padding_pct, false);
   padding = format_str("%s%% of computed tokens are padding", padding.s);
+  if (p->n_spans == 0) tok.s[0] = work.s[0] = padding.s[0] = '\0';  // nobody was served
   Str lost = format_str("%d preempted, %d rejected, %d timed out", p->preemptions, p->rejected,
                         p->timed_out);
   draw_text(in->x0, in->y0 - 12, 0, 140, 19, INK_DARK, policy_names[p->policy]);

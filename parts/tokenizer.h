@@ -582,29 +582,21 @@ static bool load_tokenizer(const char* dir, int vocab_size, Tokenizer* t, char* 
   return ok;
 }
 
-// Lines of a file as prompts; returns how many, or -1.
+// Lines of a file as prompts, each to be freed; returns how many, or -1.
 static int read_prompts(const char* path, const char** prompts, char* err) {
-  FILE* f = fopen(path, "r");
-  char* line = NULL;
-  size_t cap = 0;
+  char *text = text_file(path, (size_t)64 << 20, err), *at = text, *line;
   int n = 0;
-  ssize_t length;
-  if (!f) {
-    snprintf(err, ERR_LEN, "%.300s: cannot read: %s", path, strerror(errno));
-    return -1;
+  if (!text) return -1;
+  while ((line = next_line(&at)) != NULL && n <= MAX_PROMPTS) {
+    if (*line == '\0') continue;
+    if (n < MAX_PROMPTS) prompts[n] = strdup(line);
+    n++;
   }
-  while ((length = getline(&line, &cap, f)) >= 0) {
-    while (length > 0 && strchr("\r\n", line[length - 1])) line[--length] = 0;
-    if (length == 0) continue;
-    if (n == MAX_PROMPTS) {
-      snprintf(err, ERR_LEN, "%.300s: more than %d prompts", path, MAX_PROMPTS);
-      n = -1;
-      break;
-    }
-    prompts[n++] = strdup(line);
+  if (n > MAX_PROMPTS) {
+    file_error(err, path, "more than %d prompts", MAX_PROMPTS);
+    for (int i = 0; i < MAX_PROMPTS; i++) free((void*)prompts[i]);
   }
-  if (n == 0) snprintf(err, ERR_LEN, "%.300s: no prompt in it", path);
-  free(line);
-  fclose(f);
-  return n > 0 ? n : -1;
+  if (n == 0) file_error(err, path, "no prompt in it");
+  free(text);
+  return n > 0 && n <= MAX_PROMPTS ? n : -1;
 }

@@ -47,12 +47,14 @@ bad "kv '" plan --device sim:h100 --kv int4
 bad 'kv fp8 needs a GPU' $tiny --kv fp8
 bad 'kv fp8 needs a GPU' compare $tiny --kv fp8
 bad 'kv fp8 needs a GPU' generate $tiny --kv fp8 --prompt a
+bad 'do not divide among them' plan --device sim:h100 --model llama-2-70b --gpus 7
+run 0 '4 suffice' "$bs" plan --device sim:4060-laptop --model llama-3-8b --kv fp8 --out "$tmp/o"
 bad 'divide the 32 query heads' plan --device sim:h100 --model llama-2-7b --kv-heads 1,5
 bad 'context of 4096' plan --device sim:h100 --model llama-2-7b --input-len 4000 --output-len 97
 
 run 1 'neither a directory nor a preset' "$bs" --device cpu --model no-such-model
 run 1 'config.json' "$bs" --device cpu --model tests
-run 1 'cannot read' "$bs" generate $tiny --prompts "$tmp/none"
+run 1 'none: open: ' "$bs" generate $tiny --prompts "$tmp/none"
 run 1 'does not fit' "$bs" --device cpu --model llama-2-70b --vram 1G --out "$tmp/o"
 run 1 'does not fit: weights need' "$bs" --device cpu --model llama-2-70b --out "$tmp/o"
 ! ls "$tmp/o"/*.tmp >/dev/null 2>&1
@@ -162,7 +164,7 @@ run 1 'columns: missing batch' "$bs" knee tests/run.sh --out "$tmp/k"
 run 1 'No such file' "$bs" knee "$tmp/none.csv"
 run 1 'output-len choose' "$bs" knee tests/data/llama_batched_bench.jsonl --out "$tmp/k"
 run 0 'Working point: batch 4,' "$bs" knee tests/data/llama_batched_bench.jsonl --input-len 128 --out "$tmp/k"
-grep -q 'max-model-len 256 ' "$tmp/k/config.json"
+grep -q 'max-model-len 256"' "$tmp/k/config.json"
 ok "lengths of the file reach the flags" $?
 # With a model and a GPU, the roofline stands beside the measurements. Batch 1 of Llama-2-7B: 13.2 GB at 3.35 TB/s are 3.96 ms.
 h100="--model llama-2-7b --device sim:h100"

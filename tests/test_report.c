@@ -79,7 +79,8 @@ static void test_knee_throughput(void) {
   // At 4 (300): 8 gives +3.3%, 16 (302/300)^(1/2) = +0.3%: plateau at 4. At 2 (180): 4 gives +67%.
   double bends[] = {100, 180, 300, 310, 302};
   CHECK(is_knee(knee_of(bends, 5), 2, 1, STOP_PLATEAU));
-  CHECK(has(knee_of(bends, 5).why, "no batch above 4 gains 10% per doubling (at best +3.3%)"));
+  CHECK(has(knee_of(bends, 5).why,
+            "no batch above 4 gains 10% per doubling over it (at best +3.3%)"));
   // A dip at 4: batch 2 (190) sees 8: (500/190)^(1/2) = +62%; 4 sees 8: +178%. Walks through it.
   double dip[] = {100, 190, 180, 500};
   CHECK(is_knee(knee_of(dip, 4), 3, 2, STOP_END));
@@ -137,7 +138,7 @@ static void test_knee_rules(void) {
   }
   k = knee(rows, 4, rules);
   CHECK(is_knee(k, 2, 1, STOP_MEMORY));
-  CHECK(has(k.why, "batch 8 would use 1.07 of 0.98 GiB, over the 90% watermark"));
+  CHECK(has(k.why, "batch 8 would use 1.074 of 0.9766 GiB, over the 90% watermark"));
   rules.watermark_pct = 40;
   CHECK(is_knee(knee(rows, 4, rules), -1, -1, STOP_MEMORY));
   rules = defaults;
