@@ -118,6 +118,8 @@ for wait in 0.4 1.5 3; do
     rows=$(($(wc -l <"$tmp/c/sweep.csv") - 1))
     [ $rows -eq 0 ] || { [ -s "$tmp/c/summary.png" ] && [ -s "$tmp/c/config.json" ]; }
     ok "$rows rows kept, and drawn" $?
+    grep -q '"stopped_by": "\(interrupt\|jump\)"' "$tmp/c/config.json"
+    ok "and said to be interrupted, unless latency jumped before" $?
   fi
 done
 "$bs" --device cpu --model smollm2-135m --batches 1,2,4,8,16,32,64,128 --input-len 64 --output-len 64 --out "$tmp/c" >"$tmp/out" 2>&1 &
