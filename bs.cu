@@ -8,32 +8,38 @@
 //
 // The map, top to bottom, after the structs of model.h (Matrix, Weights, KVCache, Batch). What a
 // first reading can skip is in parts/, included where it stands:
-//    55  rows and Backend   what a run measures and decides; a device is a struct of functions
-//   194  platform shim      memory by purpose
-//   330  ceilings           how fast this device can read and multiply
-//   409  requests           what a client wants, and where it stands
-//   439  KV cache           blocks of 16 tokens and who holds them
-//   514  engine             a model on a device, with steps in flight
-//   648  roofline           the work of a step, counted
-//   695  scheduler          static, bucketed, continuous: who runs in the next step
-//  1071  engine loop        plan, submit, collect
-//  1242  CPU backend        submit = forward_cpu
-//  1352  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1355  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
-//  1360  weights            from a checkpoint to what the device wants
-//  1454  metrics            percentiles
-//  1488  knee               the walk that finds the working point
-//  1604  parts/interop.h    other tools' measurements and traces in, their options out
-//  1605  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1607  parts/options.h    one table for parser and --help
-//  1609  sweep              one row per batch size
-//  1757  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1758  parts/tokenizer.h  text to tokens and back
-//  1760  commands           a device, a model, defaults; bs sweep
-//  1969  parts/plan.h       bs plan and bs knee
-//  1971  streams            lengths and arrivals, drawn or from a trace
-//  2003  compare            one stream of requests through every policy
-//  2517  parts/generate.h   bs generate; then main
+//    61  rows and Backend   what a run measures and decides; a device is a struct of functions
+//   200  platform shim      memory by purpose
+//   336  ceilings           how fast this device can read and multiply
+//   415  requests           what a client wants, and where it stands
+//   445  KV cache           blocks of 16 tokens and who holds them
+//   520  engine             a model on a device, with steps in flight
+//   654  roofline           the work of a step, counted
+//   701  scheduler          static, bucketed, continuous: who runs in the next step
+//  1077  engine loop        plan, submit, collect
+//  1249  CPU backend        submit = forward_cpu
+//  1359  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1362  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
+//  1367  weights            from a checkpoint to what the device wants
+//  1461  metrics            percentiles
+//  1495  knee               the walk that finds the working point
+//  1611  parts/interop.h    other tools' measurements and traces in, their options out
+//  1612  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1614  parts/options.h    one table for parser and --help
+//  1616  sweep              one row per batch size
+//  1764  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1765  parts/tokenizer.h  text to tokens and back
+//  1767  commands           a device, a model, defaults; bs sweep
+//  1961  parts/plan.h       bs plan and bs knee
+//  1963  streams            lengths and arrivals, drawn or from a trace
+//  1995  compare            one stream of requests through every policy
+//  2509  parts/generate.h   bs generate; then main
+//
+// Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
+// device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
+// block) and up to two Steps in flight. A Scheduler moves Requests from its queue into slots and
+// fills a Planned step, whose Batch the Engine takes; RunStats and its Spans keep what happened. A
+// sweep makes a SweepRow of that, compare a PolicyResult.
 //
 // It refuses what it cannot do right: see README.md. "Article 1" is "LLM 推理批量大小怎样在显存和吞吐
 // 之间取舍", "article 2" is "深入理解LLM中的Batch Size"; NOTES.md checks what they claim.
@@ -1186,6 +1192,16 @@ static void close_spans(const Scheduler* s) {
   }
 }
 
+// Starts who may start, plans a step and queues it. False: there is nothing to do in one.
+static bool submit_step(Scheduler* s, Planned* p, double t) {
+  admit(s, t);
+  plan_step(s, p);
+  if (p->batch.n_tokens == 0) return false;
+  p->work = count_work(&s->e->w->config, &p->batch, device_kv_size(s->e->device));
+  engine_submit(s->e, &p->batch);
+  return true;
+}
+
 // Runs all requests to their end, to the time limit (seconds, for warm-ups) or to Ctrl-C; false if
 // cut short.
 static bool run_requests(Engine* e, const Workload* w, double time_limit, RunStats* stats) {
@@ -1209,17 +1225,8 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
     arrive(&s, t);
     drop_late(&s, t);
     retire(&s);
-    if (!cut && make_room(&s, t, in_flight)) {
-      Planned* p = &planned[submitted % depth];
-      admit(&s, t);
-      plan_step(&s, p);
-      more = p->batch.n_tokens > 0;
-      if (more) {
-        p->work = count_work(&e->w->config, &p->batch, device_kv_size(e->device));
-        engine_submit(e, &p->batch);
-        submitted++;
-      }
-    }
+    if (!cut && make_room(&s, t, in_flight)) more = submit_step(&s, &planned[submitted % depth], t);
+    submitted += more;
     if (submitted - collected == depth || (in_flight && !more)) {
       collect_step(&s, &planned[collected++ % depth], &previous_end);
       progress(w->progress, stats->finished, w->n - stats->rejected - stats->timed_out, began);
@@ -1828,21 +1835,6 @@ static void fill_defaults(Options* o, const Config* c, bool gpu) {  // a real or
   if (!o->output_len) o->output_len = o->command == CMD_GENERATE ? 512 : gpu ? 128 : 32;
   if (!o->step_tokens) o->step_tokens = gpu ? 4096 : 256;
   if (!o->repeats) o->repeats = gpu ? 3 : 1;
-}
-
-// The directory and those above it.
-static bool prepare_out(const char* dir, char* err) {
-  char path[PATH_LEN];
-  snprintf(path, sizeof path, "%s", dir);
-  for (char* at = path + 1; *at; at++) {
-    if (*at != '/') continue;
-    *at = '\0';
-    mkdir(path, 0777);  // what matters is whether the last one can be made
-    *at = '/';
-  }
-  if (mkdir(dir, 0777) == 0 || errno == EEXIST) return true;
-  snprintf(err, ERR_LEN, "%.300s: cannot make the output directory: %s", dir, strerror(errno));
-  return false;
 }
 
 static int sweep_rows(Session* s, const Options* o, SweepRow* rows, ResultFile* csv) {

@@ -620,7 +620,7 @@ static void attention_layer(const Weights* w, const KVCache* kv, const Batch* b,
   int T = b->n_tokens, group = c->n_heads / c->n_kv_heads, head_dim = c->head_dim;
   size_t qkv_stride = padded_rows(qkv_width(c)), att_stride = (size_t)c->n_heads * head_dim;
   norm_rows(s->normed, s->x, l->attn_norm, NULL, T, c);
-  matmul_cpu(s->qkv, s->normed, &l->qkv, T);
+  matmul_cpu(s->qkv, s->normed, &l->qkv, T);  // [T, D] -> [T, (H + 2G) K]
   PARALLEL_FOR
   for (int t = 0; t < T; t++) rope_and_store(w, kv, b, layer, t, s->qkv + t * qkv_stride);
   PARALLEL_FOR
@@ -630,21 +630,23 @@ static void attention_layer(const Weights* w, const KVCache* kv, const Batch* b,
     attend(w, kv, b, layer, t, g, s->qkv + t * qkv_stride + g * group * head_dim, scores,
            s->positions, s->att + t * att_stride + g * group * head_dim);
   }
-  matmul_cpu(s->gate_up, s->att, &l->o, T);
-  add_residual(s->x, s->gate_up, T, c->dim);
+  float* delta = s->gate_up;            // which is free here
+  matmul_cpu(delta, s->att, &l->o, T);  // [T, H K] -> [T, D]
+  add_residual(s->x, delta, T, c->dim);
 }
 
 static void mlp_layer(const Weights* w, int n_tokens, int layer, CpuScratch* s) {
   const Config* c = &w->config;
   const Layer* l = &w->layers[layer];
   norm_rows(s->normed, s->x, l->mlp_norm, NULL, n_tokens, c);
-  matmul_cpu(s->gate_up, s->normed, &l->gate_up, n_tokens);
+  matmul_cpu(s->gate_up, s->normed, &l->gate_up, n_tokens);  // [T, D] -> [T, 2F]
   PARALLEL_FOR
   for (int t = 0; t < n_tokens; t++)
     swiglu(s->hidden + (size_t)t * c->hidden_dim,
            s->gate_up + (size_t)t * padded_rows(2 * c->hidden_dim), c->hidden_dim);
-  matmul_cpu(s->gate_up, s->hidden, &l->down, n_tokens);
-  add_residual(s->x, s->gate_up, n_tokens, c->dim);
+  float* delta = s->gate_up;                         // has been used
+  matmul_cpu(delta, s->hidden, &l->down, n_tokens);  // [T, F] -> [T, D]
+  add_residual(s->x, delta, n_tokens, c->dim);
 }
 
 // logits[R, V padded] of the batch's rows. Token ids must be known (no -1).

@@ -84,6 +84,21 @@ static void put_sweep_row(FILE* f, Form form, const SweepRow* r) {
 
 static SweepRow no_row;  // all of it undefined
 
+// The directory and those above it.
+static bool prepare_out(const char* dir, char* err) {
+  char path[PATH_LEN];
+  snprintf(path, sizeof path, "%s", dir);
+  for (char* at = path + 1; *at; at++) {
+    if (*at != '/') continue;
+    *at = '\0';
+    mkdir(path, 0777);  // what matters is whether the last one can be made
+    *at = '/';
+  }
+  if (mkdir(dir, 0777) == 0 || errno == EEXIST) return true;
+  snprintf(err, ERR_LEN, "%.300s: cannot make the output directory: %s", dir, strerror(errno));
+  return false;
+}
+
 // Written as NAME.tmp and renamed on close, so that NAME is always a complete file.
 typedef struct {
   FILE* f;
