@@ -3,11 +3,14 @@
 // in it decides who runs or when.
 //
 //   fragments           how data lies so that one load per lane feeds a matrix unit
+//   what the GPU holds  token list, cache, a step's state; how a kernel is launched
 //   norm, RoPE          what happens between linear layers
 //   linear layers       a ladder of four rungs: naive, gemv, skinny (1 to 8 tokens), tile
 //   attention           one kernel for decode and prefill, over the paged cache
 //   sampling, loading   on the device; so are random weights
 //   ceilings, backend   probes; memory; one step as launches, recorded as a CUDA graph
+//
+// A kernel is followed by the function that launches it.
 //
 // Letters in shapes are model.h's.
 #include <cuda_fp16.h>
@@ -45,7 +48,7 @@ __host__ __device__ static inline size_t packed_index(int row, int col, int k) {
   return tile * TILE_HALVES + mma * (TILE_HALVES / 2) + lane * 8 + reg * 2 + c % 2;
 }
 
-enum { TOKEN_GROUP = 128 };
+enum { TOKEN_GROUP = 128, SKINNY_TOKENS = 8 };  // up to 8 tokens: the columns of one mma
 
 // Tokens are stored in groups of 128, fewer when there are fewer.
 __host__ __device__ constexpr int token_group(int tokens) {
@@ -150,11 +153,107 @@ __device__ static inline void prefetch(const void*, int) {
 }
 #endif
 
+// ---- What the GPU holds: the step's token list, the cache, what becomes of q, k and v; a step's
+// state. Then how a kernel is launched.
+
 typedef struct {               // the step's token list on the device
   int *id, *pos, *slot, *row;  // as in Batch
   int4* run;   // [runs] attention: first token, number of tokens, slot, first position
   int* table;  // [slots, max_blocks]
 } DeviceBatch;
+
+// The cache is made of pages: 16 tokens' keys, or values, of one kv head. fp16: the numbers. fp8:
+// the numbers in e4m3, then a scale of two bytes for each token.
+typedef struct {
+  void* k;  // [L, blocks, G] pages of [16, KD], fp8 in the order of fp8_key_index
+            // KD = K rounded up to 32, the rest zero
+  void* v;  // [L, blocks, G] pages of [16 K] in the order of v_index
+  int n_blocks, max_blocks;
+  int heads, kv_heads, layer;
+} DeviceKV;
+
+typedef struct {  // what becomes of qkv's results
+  half* q;        // [T, H, KD]
+  DeviceKV kv;
+  const float2* angles;  // [positions, K/2] cosine and sine
+  DeviceBatch batch;
+  int head_dim;
+} QkvTarget;
+
+typedef struct {
+  int token;
+  float score;
+} Candidate;
+
+typedef struct {  // per slot
+  int* sampled;   // last token
+  uint32_t* seed;
+  float* temperature;
+} DeviceSampler;
+
+// BATCH_INTS: ints a token has in the lists: a run (4), id, pos, slot, row.
+enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };
+
+typedef struct {
+  int n_tokens, splits;
+  cudaGraphExec_t exec;
+} StepGraph;
+
+typedef struct Gpu {
+  cudaStream_t stream;
+  const Device* device;
+  Matmul matmul;
+  bool fp8_kv;
+  float *x, *y, *logits, *partial;  // [T, D], linear layers' results, [R, V], attention splits
+  half *normed, *att, *hidden;      // [T, D], [T, H K], [T, F]
+  int* arrived;                     // attention: blocks of a run that are done
+  Candidate* best;                  // [R, 32]
+  QkvTarget qkv;                    // q, the cache, the token list
+  DeviceSampler sampler;
+  int *staging,
+      *sampled;         // pinned, a part per step in flight: what goes up, what comes back [slots]
+  size_t staging_ints;  // one part of staging: token lists, block table, sampler
+  cudaEvent_t base, end[IN_FLIGHT];
+  double base_time;  // when `base` happened, on now()'s clock
+  Batch last;        // the decode step before, if the device has moved its list on by itself
+  StepGraph graphs[MAX_GRAPHS];
+  int n_graphs;
+} Gpu;
+
+#define CUDA_CHECK(call)                                                       \
+  do {                                                                         \
+    cudaError_t e_ = (call);                                                   \
+    if (e_ != cudaSuccess)                                                     \
+      die("%s:%d: %s: %s", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
+  } while (0)
+
+template <typename... P, typename... A>
+static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                   A... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = g->stream;
+  cudaLaunchAttribute dependent;
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &dependent;
+  config.numAttrs = g->device->dependent_launch ? 1 : 0;
+  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
+}
+
+static int ceil_div(int a, int b) {
+  return (a + b - 1) / b;
+}
+
+// In groups of how many tokens a step of this size stores its activations: see activation_index.
+static int activation_group(const Gpu* g, int n_tokens) {
+  if (g->matmul != MATMUL_MMA || n_tokens <= SKINNY_TOKENS) return 0;
+  return token_group(g->device->shared_bytes < 99 * 1024 && n_tokens > 64 ? 64 : n_tokens);
+}
+
+// ---- Between linear layers: the embedding, and RMSNorm of the residual stream.
 
 // x[T, D] = embedding of each token; an id of -1 is the token its slot sampled last.
 __global__ void embed_kernel(float* x, const half* embed, DeviceBatch b, const int* sampled,
@@ -224,8 +323,9 @@ __device__ static inline V sum_slices(Unsummed u, size_t i) {
 }
 
 // x[T, D] += the slices of a linear layer's result, in order; normed[R, D] = RMSNorm(x) * weight,
-// as fp16. One block per output row; row[r] names the token (NULL: all of them). D is a multiple
-// of 4. Twin: rms_norm.
+// as fp16. One block per output row; row[r] names the token (NULL: all of them). Must move 4 bytes
+// an element for each slice and 10 for x and normed. PRECONDITION: D is a multiple of 4, at most
+// 8,192. Twin: rms_norm.
 __global__ void __launch_bounds__(NORM_THREADS)
     add_norm_kernel(half* normed, float* x, Unsummed y, const float* weight, const int* row,
                     int dim, float eps, int group) {
@@ -257,17 +357,13 @@ __global__ void __launch_bounds__(NORM_THREADS)
   }
 }
 
-// ---- Where q, k and v go.
+static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
+                     const int* row) {
+  launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
+         c->norm_eps, activation_group(g, rows));
+}
 
-// The cache is made of pages: 16 tokens' keys, or values, of one kv head. fp16: the numbers. fp8:
-// the numbers in e4m3, then a scale of two bytes for each token.
-typedef struct {
-  void* k;  // [L, blocks, G] pages of [16, KD], fp8 in the order of fp8_key_index
-            // KD = K rounded up to 32, the rest zero
-  void* v;  // [L, blocks, G] pages of [16 K] in the order of v_index
-  int n_blocks, max_blocks;
-  int heads, kv_heads, layer;
-} DeviceKV;
+// ---- Where q, k and v go.
 
 __host__ __device__ static inline int key_width(int head_dim) {
   return (head_dim + 31) / 32 * 32;
@@ -298,14 +394,6 @@ __host__ __device__ static inline int fp8_key_index(int token, int dim) {
   int column = token / 4 * 2 + token % 2;
   return ((dim / 32 * 8 + column) * 4 + dim % 32 / 8) * 16 + token % 4 / 2 * 8 + dim % 8;
 }
-
-typedef struct {  // what becomes of qkv's results
-  half* q;        // [T, H, KD]
-  DeviceKV kv;
-  const float2* angles;  // [positions, K/2] cosine and sine
-  DeviceBatch batch;
-  int head_dim;
-} QkvTarget;
 
 __device__ static inline void rotate(const QkvTarget* to, int pos, int i, float* first,
                                      float* second) {
@@ -339,7 +427,8 @@ __device__ static inline void store_qkv(const QkvTarget* to, int t, int head, in
   row[second_at] = __ushort_as_half(f32_to_f16(second));
 }
 
-// Adds up the slices of qkv and stores them. A thread per pair; blockIdx.x = token.
+// Adds up the slices of qkv and stores them: 4 bytes an element for each slice, 2 for the result. A
+// thread per pair; blockIdx.x = token.
 __global__ void rope_kernel(QkvTarget to, Unsummed qkv) {
   wait_for_previous();
   int t = blockIdx.x, half_dim = to.head_dim / 2, heads = to.kv.heads + 2 * to.kv.kv_heads;
@@ -398,6 +487,17 @@ __global__ void __launch_bounds__(FP8_ROPE_WARPS* WARP)
   }
 }
 
+// Where qkv's results are not stored by who computes or who reads them.
+static void rope(const Gpu* g, int n_tokens, QkvTarget to, Unsummed qkv) {
+  int heads = to.kv.heads + 2 * to.kv.kv_heads;
+  if (g->fp8_kv) {
+    launch(g, rope_fp8_kernel, dim3(n_tokens, ceil_div(heads, FP8_ROPE_WARPS)),
+           FP8_ROPE_WARPS * WARP, 0, to, qkv);
+  } else {
+    launch(g, rope_kernel, dim3(n_tokens, ceil_div(heads * to.head_dim / 2, 128)), 128, 0, to, qkv);
+  }
+}
+
 // ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, a ladder of four rungs.
 //
 // Identical answers at every batch size need one summation order. For a matrix (n, k) it is: K is
@@ -425,7 +525,8 @@ __device__ static inline float silu_mul(float gate, float up) {
 // (naive) neighbouring threads read rows k apart and only the caches save it. With 32 (GEMV, a warp
 // per row) loads are as wide as can be, near the memory roofline at batch 1; but every sequence
 // reads all weights again, so batching buys nothing: the lower line of throughput.png, and the
-// reason for everything below.
+// reason for everything below. Must move 2 n k bytes for every token. PRECONDITION: k is a multiple
+// of 8.
 template <int LANES>
 __global__ void matmul_rows_kernel(void* out, Output mode, const half* x, Matrix m) {
   wait_for_previous();
@@ -483,7 +584,7 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
 // 0.8 us asks for 26 KB an SM), the first 16 issued before waiting for the previous kernel. What
 // would be a kernel before and after is done in place: RMSNorm of the residual stream on the way
 // in, and RoPE, SwiGLU or the residual addition on the way out. Must move 2 n k bytes.
-enum { SKINNY_WARPS = 8, SKINNY_TOKENS = 8, RING = 8 };  // ring: in tiles of 1 KB
+enum { SKINNY_WARPS = 8, RING = 8 };  // ring: in tiles of 1 KB
 
 typedef struct {
   const half* x;        // [T, k] activations, or NULL: normalise these:
@@ -579,6 +680,23 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
   store_tile<MODE>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, m.n, n_tokens);
 }
 
+// Up to 8 tokens: with what comes before and after fused in.
+template <Output MODE, bool NORM>
+static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens,
+                          int layer) {
+  auto kernel = matmul_skinny_kernel<MODE, NORM>;
+  size_t shared = NORM ? (size_t)n_tokens * m->k * sizeof(half) : 0;
+  static bool configured;
+  if (!configured)
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    g->device->shared_bytes - 8192));
+  configured = true;
+  QkvTarget qkv = g->qkv;
+  qkv.kv.layer = layer;
+  int blocks = ceil_div(ceil_div(m->n, TILE_ROWS), SKINNY_WARPS / m->slices);
+  launch(g, kernel, dim3(blocks), SKINNY_WARPS * WARP, shared, out, qkv, in, *m, n_tokens);
+}
+
 // Rung 4: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
 // TOKENS, so that each weight enters registers once. k runs through a ring of shared-memory stages
 // of 64, the weights of the first ones asked for before waiting for the previous kernel. In a stage
@@ -593,8 +711,9 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
 // compare them, since up to 32 tokens it is mma.sync.
 //
 // SLICED keeps two sums, of the slice and of all before it.
-// blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together), y = 128
-// rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
+// Must move 2 n k bytes for every TOKENS tokens, 2 k for each token and 128 rows, 4 n a token
+// (SwiGLU: n). blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together),
+// y = 128 rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
 enum {
   STAGE_TILES = 2,                                 // k tiles of a stage
   STAGE_WEIGHTS = BLOCK_TILES * STAGE_TILES * 64,  // in 16 bytes: [2 k tiles][8 row tiles][1 KB]
@@ -991,6 +1110,95 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
   }
 }
 
+template <Output MODE, bool SLICED, int TOKENS, int STAGES>
+static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                        int z) {
+  auto kernel = matmul_tile_kernel<MODE, SLICED, TOKENS, STAGES>;
+  size_t stage_bytes = stage_size(TOKENS) * 16;
+  static bool configured;  // more than 48 KB of shared memory must be asked for, once
+  if (!configured)
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    (int)(STAGES * stage_bytes)));
+  configured = true;
+  // A slice may be shorter than the ring; the rest is left to the kernels before and after.
+  int stages = ceil_div(ceil_div(m->k / TILE_K, m->slices), STAGE_TILES);
+  size_t shared = (z > 1 && stages < STAGES ? stages : STAGES) * stage_bytes;
+  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
+  int warps =
+      BLOCK_TILES + (g->device->dependent_launch ? fill_warps(TOKENS) : 0);  // see ring_fill
+  launch(g, kernel, grid, warps * WARP, shared, out, x, *m, n_tokens);
+}
+
+// Pipeline depth by the shared memory a block may have: 227 KB on Hopper, 163 on A100, 99 on other
+// Ampere and Ada cards, 64 on Turing.
+template <Output MODE, bool SLICED, int TOKENS, int HOPPER, int AMPERE, int TURING>
+static void launch_depth(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                         int z) {
+  int kb = g->device->shared_bytes / 1024;
+  (kb >= 200  ? launch_tile<MODE, SLICED, TOKENS, HOPPER>
+   : kb >= 99 ? launch_tile<MODE, SLICED, TOKENS, AMPERE>
+              : launch_tile<MODE, SLICED, TOKENS, TURING>)(g, out, x, m, n_tokens, z);
+}
+
+// Tile shapes by number of tokens. On Hopper one block of a long matrix fills an SM; depths that
+// leave less than 35 KB of shared memory keep the next kernels from starting early (64 tokens:
+// 1,194 us a step with 8 stages, 1,364 with 9).
+template <Output MODE>
+static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
+                         int z) {
+  constexpr bool SLICED = MODE == OUT_FLOAT;  // SwiGLU's matrix has one slice
+  int kb = g->device->shared_bytes / 1024;
+  auto run = launch_depth<MODE, false, 256, 4, 3, 2>;
+  if (n_tokens <= 128 || kb < 200) run = launch_depth<MODE, false, 128, 6, 3, 2>;
+  if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, false, 64, 8, 4, 2>;
+  if (n_tokens <= 32) run = launch_depth<MODE, false, 32, 8, 4, 3>;
+  if (n_tokens <= 16) run = launch_depth<MODE, false, 16, 8, 4, 3>;
+  if (m->slices > z) {
+    run = launch_depth<MODE, SLICED, 128, 6, 3, 2>;
+    if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, SLICED, 64, 4, 4, 2>;
+    if (n_tokens <= 32) run = launch_depth<MODE, SLICED, 32, 4, 4, 3>;
+    if (n_tokens <= 16) run = launch_depth<MODE, SLICED, 16, 4, 4, 3>;
+  }
+  run(g, out, x, m, n_tokens, z);
+}
+
+// Blocks of the third grid dimension: one per slice when a block per 128 rows and 128 tokens would
+// leave multiprocessors idle.
+static int tile_slices(const Device* d, const Matrix* m, int n_tokens) {
+  return ceil_div(m->n, 128) * ceil_div(n_tokens, 128) < d->sms ? m->slices : 1;
+}
+
+// In how many pieces k is summed: enough warps for a large GPU when one warp takes 16 rows, at
+// least 128 k's each. From the matrix alone, never from the device or the batch: it decides the
+// bits of the result.
+static int matrix_slices(int n, int k) {
+  int slices = 1;
+  while (slices < MAX_SLICES && ceil_div(n, TILE_ROWS) * slices < 1024 && k / TILE_K >= 8 * slices)
+    slices *= 2;
+  return slices;
+}
+
+// out = x . w^T, perhaps in unsummed slices.
+template <Output MODE>
+static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens) {
+  int outputs = MODE == OUT_SWIGLU ? m->n / 2 : m->n, z = 1;
+  SkinnyInput in = {x, NULL, NULL, NULL, 0};
+  if (g->matmul == MATMUL_NAIVE) {
+    launch(g, matmul_rows_kernel<1>, dim3(ceil_div(outputs, 256), n_tokens), 256, 0, out, MODE, x,
+           *m);
+  } else if (g->matmul == MATMUL_GEMV) {
+    launch(g, matmul_rows_kernel<WARP>, dim3(ceil_div(outputs, 8), n_tokens), 8 * WARP, 0, out,
+           MODE, x, *m);
+  } else if (n_tokens <= SKINNY_TOKENS) {
+    matmul_skinny<MODE, false>(g, out, in, m, n_tokens, 0);
+  } else {
+    z = tile_slices(g->device, m, n_tokens);
+    launch_tiles<MODE>(g, out, x, m, n_tokens, z);
+  }
+  Unsummed u = {(const float*)out, z, (size_t)n_tokens * m->n};
+  return u;
+}
+
 // ---- Attention over the paged cache.
 
 // A softmax in progress over part of the keys: out = sum exp2(s - max) v, unnormalised.
@@ -1025,20 +1233,21 @@ struct Eight<fp8> {
   typedef uint2 type;
 };
 
-// Two e4m3 become two fp16, exactly. Older cards: exponent and mantissa move into place, which is
-// 2^8 too little because fp16's exponent bias is 15, not 7.
-__device__ static inline uint32_t widen2(uint32_t two) {
+// Two e4m3 become two fp16, exactly.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+__device__ static inline uint32_t widen2(uint32_t two) {
   uint32_t r;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(r) : "h"((uint16_t)two));
   return r;
-#else
+}
+#else  // exponent and mantissa into place: 2^8 too little, since fp16's bias is 15, not 7
+__device__ static inline uint32_t widen2(uint32_t two) {
   two = (two & 0xff) << 8 | (two & 0xff00) << 16;  // a byte at the top of each half
   two = (two & 0x80008000) | (two & 0x7f007f00) >> 1;
   half2 h = __hmul2(*(half2*)&two, __floats2half2_rn(256, 256));
   return *(uint32_t*)&h;
-#endif
 }
+#endif
 
 __device__ static inline uint4 widen(uint4 v) {
   return v;
@@ -1304,21 +1513,50 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
         __float2half(total.out[i] / total.sum);
 }
 
+// Blocks among which attention shares the splits of a run. The fewest that let the GPU be done in
+// the fewest turns: blocks that stay can ask for their next keys early.
+static int attention_shares(const Device* d, const QkvTarget* to, int runs, int splits) {
+  int blocks = runs * to->kv.kv_heads * ceil_div(to->kv.heads / to->kv.kv_heads, TILE_ROWS);
+  int at_once = d->sms * (to->head_dim <= 64 ? 4 : 2), best = 1, best_turns = INT_MAX;
+  for (int z = 1; z <= splits; z++) {
+    int turns = ceil_div(blocks * z, at_once) * ceil_div(splits, z);
+    if (turns >= best_turns) continue;
+    best = z;
+    best_turns = turns;
+  }
+  return best;
+}
+
+template <int K>
+static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
+                             Unsummed qkv) {
+  int parts = ceil_div(to.kv.heads / to.kv.kv_heads, TILE_ROWS);
+  int shares = attention_shares(g->device, &to, runs, splits);
+  auto kernel = g->fp8_kv
+                    ? shares > 1 ? attention_kernel<K, fp8, true> : attention_kernel<K, fp8, false>
+                : shares > 1 ? attention_kernel<K, half, true>
+                             : attention_kernel<K, half, false>;
+  launch(g, kernel, dim3(runs, to.kv.kv_heads * parts, shares), ATTENTION_WARPS * WARP, 0, g->att,
+         to, qkv, g->partial, g->arrived, splits, activation_group(g, n_tokens));
+}
+
+// qkv: slices of a decode step that are still to be rotated and stored, or none.
+static void attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
+                      Unsummed qkv) {
+  auto run = to.head_dim == 32    ? launch_attention<32>
+             : to.head_dim == 64  ? launch_attention<64>
+             : to.head_dim == 80  ? launch_attention<80>
+             : to.head_dim == 96  ? launch_attention<96>
+             : to.head_dim == 128 ? launch_attention<128>
+                                  : NULL;
+  if (!run) die("no attention kernel for head width %d: 32, 64, 80, 96 and 128 exist", to.head_dim);
+  run(g, n_tokens, runs, splits, to, qkv);
+}
+
 // ---- Sampling on the device, so that a decode step never waits for the host. Greedy is the
 // largest logit; temperature > 0 adds Gumbel noise to logit / temperature, whose largest element is
 // a sample of the softmax (Gumbel-max trick). The noise is a hash of (request's seed, position,
 // token), so a request draws the same text wherever and whenever it runs.
-
-typedef struct {
-  int token;
-  float score;
-} Candidate;
-
-typedef struct {  // per slot
-  int* sampled;   // last token
-  uint32_t* seed;
-  float* temperature;
-} DeviceSampler;
 
 __device__ static inline Candidate better(Candidate a, Candidate b) {
   bool take_b = b.score > a.score || (b.score == a.score && b.token < a.token);
@@ -1384,6 +1622,28 @@ __global__ void sample_finish_kernel(const Candidate* best, DeviceBatch b, Devic
   b.run[t].w++;
 }
 
+// ---- The GPU's side of the platform shim.
+
+static size_t gpu_used(void) {
+  size_t free_bytes, total;
+  CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
+  return total - free_bytes;
+}
+
+static void* gpu_alloc(size_t bytes) {
+  void* p = NULL;
+  if (cudaMalloc(&p, bytes) != cudaSuccess) {
+    cudaGetLastError();  // an allocation that failed leaves the context usable
+    return NULL;
+  }
+  CUDA_CHECK(cudaMemset(p, 0, bytes));
+  return p;
+}
+
+static void gpu_free(void* p) {
+  CUDA_CHECK(cudaFree(p));
+}
+
 // ---- Loading: rows of a stored or seeded tensor go to their place in a matrix. See map_row.
 
 __global__ void pack_kernel(half* out, Tensor from, RowMap map, size_t row0, int rows, int k,
@@ -1394,6 +1654,37 @@ __global__ void pack_kernel(half* out, Tensor from, RowMap map, size_t row0, int
   // A file's chunk starts at row0; a seeded tensor is addressed as a whole.
   f16 value = tensor_at(&from, from.data ? i : (size_t)row * k + col);
   out[packed ? packed_index(to, col, k) : (size_t)to * k + col] = __ushort_as_half(value);
+}
+
+// Fills rows of a matrix on the device: a seeded tensor is drawn there, a stored one goes up in
+// chunks and is packed there.
+static bool gpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
+  const size_t chunk_bytes = (size_t)64 << 20;
+  size_t row_bytes = (size_t)from->cols * (from->dtype == DT_F32 ? 4 : 2);
+  int most = from->data ? (int)(chunk_bytes / row_bytes) : from->rows;
+  if (most < 1) most = 1;
+  void* staging = from->data ? gpu_alloc(most * row_bytes) : NULL;
+  if (from->data && !staging) return false;
+  for (int row = 0; row < from->rows; row += most) {
+    int rows = from->rows - row < most ? from->rows - row : most;
+    Tensor part = *from;
+    if (from->data) {
+      CUDA_CHECK(cudaMemcpy(staging, (const char*)from->data + row * row_bytes, rows * row_bytes,
+                            cudaMemcpyHostToDevice));
+      part.data = staging;
+    }
+    size_t n = (size_t)rows * from->cols;
+    pack_kernel<<<(unsigned)((n + 255) / 256), 256>>>((half*)m->w, part, map, row, rows, m->k,
+                                                      packed);
+    CUDA_CHECK(cudaGetLastError());
+  }
+  CUDA_CHECK(cudaDeviceSynchronize());
+  if (staging) gpu_free(staging);
+  return true;
+}
+
+static void gpu_upload(void* to, const void* from, size_t bytes) {
+  CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
 }
 
 // ---- Ceilings of this device: how fast can anything read, how fast can anything multiply?
@@ -1424,61 +1715,6 @@ __global__ void probe_mma_kernel(float* out, int rounds) {
   float sum = 0;
   for (int j = 0; j < 8; j++) sum += d[j][0] + d[j][1] + d[j][2] + d[j][3];
   if (sum == 12345.0f) *out = sum;
-}
-
-// ---- The GPU's side of the platform shim.
-
-#define CUDA_CHECK(call)                                                       \
-  do {                                                                         \
-    cudaError_t e_ = (call);                                                   \
-    if (e_ != cudaSuccess)                                                     \
-      die("%s:%d: %s: %s", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
-  } while (0)
-
-static size_t gpu_used(void) {
-  size_t free_bytes, total;
-  CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
-  return total - free_bytes;
-}
-
-static void* gpu_alloc(size_t bytes) {
-  void* p = NULL;
-  if (cudaMalloc(&p, bytes) != cudaSuccess) {
-    cudaGetLastError();  // an allocation that failed leaves the context usable
-    return NULL;
-  }
-  CUDA_CHECK(cudaMemset(p, 0, bytes));
-  return p;
-}
-
-static void gpu_free(void* p) {
-  CUDA_CHECK(cudaFree(p));
-}
-
-static bool gpu_open(Device* d, char* err) {
-  cudaDeviceProp prop;
-  int n = 0;
-  cudaError_t e = cudaGetDeviceCount(&n);
-  if (e != cudaSuccess || n == 0) {
-    snprintf(err, ERR_LEN, "no usable GPU: %s",
-             e == cudaSuccess ? "none found" : cudaGetErrorString(e));
-    return false;
-  }
-  CUDA_CHECK(cudaGetDeviceProperties(&prop, 0));
-  cudaFuncAttributes f;
-  e = cudaFuncGetAttributes(&f, probe_mma_kernel);
-  if (e != cudaSuccess) {
-    snprintf(err, ERR_LEN, "this build has no code for %s (compute %d.%d): %s", prop.name,
-             prop.major, prop.minor, cudaGetErrorString(e));
-    return false;
-  }
-  snprintf(d->name, sizeof d->name, "%s", prop.name);
-  d->total = prop.totalGlobalMem;
-  d->sms = prop.multiProcessorCount;
-  d->shared_bytes = (int)prop.sharedMemPerBlockOptin;
-  d->dependent_launch =
-      f.ptxVersion >= 90;  // code built for less has no wait in it, whatever card runs it
-  return true;
 }
 
 // Best of a few runs of a probe, in seconds.
@@ -1526,227 +1762,35 @@ static double gpu_probe_rate(const Device* d) {
   return 2.0 * 16 * 8 * 16 * 8 * rounds * blocks * warps / seconds;
 }
 
+static bool gpu_open(Device* d, char* err) {
+  cudaDeviceProp prop;
+  int n = 0;
+  cudaError_t e = cudaGetDeviceCount(&n);
+  if (e != cudaSuccess || n == 0) {
+    snprintf(err, ERR_LEN, "no usable GPU: %s",
+             e == cudaSuccess ? "none found" : cudaGetErrorString(e));
+    return false;
+  }
+  CUDA_CHECK(cudaGetDeviceProperties(&prop, 0));
+  cudaFuncAttributes f;
+  e = cudaFuncGetAttributes(&f, probe_mma_kernel);
+  if (e != cudaSuccess) {
+    snprintf(err, ERR_LEN, "this build has no code for %s (compute %d.%d): %s", prop.name,
+             prop.major, prop.minor, cudaGetErrorString(e));
+    return false;
+  }
+  snprintf(d->name, sizeof d->name, "%s", prop.name);
+  d->total = prop.totalGlobalMem;
+  d->sms = prop.multiProcessorCount;
+  d->shared_bytes = (int)prop.sharedMemPerBlockOptin;
+  d->dependent_launch =
+      f.ptxVersion >= 90;  // code built for less has no wait in it, whatever card runs it
+  return true;
+}
+
 // ---- A step on the GPU: five launches a layer up to 8 tokens (fp8 cache: six), seven or eight
 // beyond. Decode steps are recorded once per size as a CUDA graph and replayed, since launching 130
 // kernels one by one takes the host longer than a small model takes the GPU.
-
-// BATCH_INTS: ints a token has in the lists: a run (4), id, pos, slot, row.
-enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };
-
-typedef struct {
-  int n_tokens, splits;
-  cudaGraphExec_t exec;
-} StepGraph;
-
-typedef struct Gpu {
-  cudaStream_t stream;
-  const Device* device;
-  Matmul matmul;
-  bool fp8_kv;
-  float *x, *y, *logits, *partial;  // [T, D], linear layers' results, [R, V], attention splits
-  half *normed, *att, *hidden;      // [T, D], [T, H K], [T, F]
-  int* arrived;                     // attention: blocks of a run that are done
-  Candidate* best;                  // [R, 32]
-  QkvTarget qkv;                    // q, the cache, the token list
-  DeviceSampler sampler;
-  int *staging,
-      *sampled;         // pinned, a part per step in flight: what goes up, what comes back [slots]
-  size_t staging_ints;  // one part of staging: token lists, block table, sampler
-  cudaEvent_t base, end[IN_FLIGHT];
-  double base_time;  // when `base` happened, on now()'s clock
-  Batch last;        // the decode step before, if the device has moved its list on by itself
-  StepGraph graphs[MAX_GRAPHS];
-  int n_graphs;
-} Gpu;
-
-template <typename... P, typename... A>
-static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
-                   A... args) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid;
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared;
-  config.stream = g->stream;
-  cudaLaunchAttribute dependent;
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &dependent;
-  config.numAttrs = g->device->dependent_launch ? 1 : 0;
-  CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
-}
-
-static int ceil_div(int a, int b) {
-  return (a + b - 1) / b;
-}
-
-// In how many pieces k is summed: enough warps for a large GPU when one warp takes 16 rows, at
-// least 128 k's each. From the matrix alone, never from the device or the batch: it decides the
-// bits of the result.
-static int matrix_slices(int n, int k) {
-  int slices = 1;
-  while (slices < MAX_SLICES && ceil_div(n, TILE_ROWS) * slices < 1024 && k / TILE_K >= 8 * slices)
-    slices *= 2;
-  return slices;
-}
-
-template <Output MODE, bool SLICED, int TOKENS, int STAGES>
-static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
-                        int z) {
-  auto kernel = matmul_tile_kernel<MODE, SLICED, TOKENS, STAGES>;
-  size_t stage_bytes = stage_size(TOKENS) * 16;
-  static bool configured;  // more than 48 KB of shared memory must be asked for, once
-  if (!configured)
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    (int)(STAGES * stage_bytes)));
-  configured = true;
-  // A slice may be shorter than the ring; the rest is left to the kernels before and after.
-  int stages = ceil_div(ceil_div(m->k / TILE_K, m->slices), STAGE_TILES);
-  size_t shared = (z > 1 && stages < STAGES ? stages : STAGES) * stage_bytes;
-  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
-  int warps =
-      BLOCK_TILES + (g->device->dependent_launch ? fill_warps(TOKENS) : 0);  // see ring_fill
-  launch(g, kernel, grid, warps * WARP, shared, out, x, *m, n_tokens);
-}
-
-// Pipeline depth by the shared memory a block may have: 227 KB on Hopper, 163 on A100, 99 on other
-// Ampere and Ada cards, 64 on Turing.
-template <Output MODE, bool SLICED, int TOKENS, int HOPPER, int AMPERE, int TURING>
-static void launch_depth(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
-                         int z) {
-  int kb = g->device->shared_bytes / 1024;
-  (kb >= 200  ? launch_tile<MODE, SLICED, TOKENS, HOPPER>
-   : kb >= 99 ? launch_tile<MODE, SLICED, TOKENS, AMPERE>
-              : launch_tile<MODE, SLICED, TOKENS, TURING>)(g, out, x, m, n_tokens, z);
-}
-
-// Tile shapes by number of tokens. On Hopper one block of a long matrix fills an SM; depths that
-// leave less than 35 KB of shared memory keep the next kernels from starting early (64 tokens:
-// 1,194 us a step with 8 stages, 1,364 with 9).
-template <Output MODE>
-static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
-                         int z) {
-  constexpr bool SLICED = MODE == OUT_FLOAT;  // SwiGLU's matrix has one slice
-  int kb = g->device->shared_bytes / 1024;
-  auto run = launch_depth<MODE, false, 256, 4, 3, 2>;
-  if (n_tokens <= 128 || kb < 200) run = launch_depth<MODE, false, 128, 6, 3, 2>;
-  if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, false, 64, 8, 4, 2>;
-  if (n_tokens <= 32) run = launch_depth<MODE, false, 32, 8, 4, 3>;
-  if (n_tokens <= 16) run = launch_depth<MODE, false, 16, 8, 4, 3>;
-  if (m->slices > z) {
-    run = launch_depth<MODE, SLICED, 128, 6, 3, 2>;
-    if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, SLICED, 64, 4, 4, 2>;
-    if (n_tokens <= 32) run = launch_depth<MODE, SLICED, 32, 4, 4, 3>;
-    if (n_tokens <= 16) run = launch_depth<MODE, SLICED, 16, 4, 4, 3>;
-  }
-  run(g, out, x, m, n_tokens, z);
-}
-
-// Blocks of the third grid dimension: one per slice when a block per 128 rows and 128 tokens would
-// leave multiprocessors idle.
-static int tile_slices(const Device* d, const Matrix* m, int n_tokens) {
-  return ceil_div(m->n, 128) * ceil_div(n_tokens, 128) < d->sms ? m->slices : 1;
-}
-
-// See activation_index.
-static int activation_group(const Gpu* g, int n_tokens) {
-  if (g->matmul != MATMUL_MMA || n_tokens <= SKINNY_TOKENS) return 0;
-  return token_group(g->device->shared_bytes < 99 * 1024 && n_tokens > 64 ? 64 : n_tokens);
-}
-
-// Up to 8 tokens: with what comes before and after fused in.
-template <Output MODE, bool NORM>
-static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens,
-                          int layer) {
-  auto kernel = matmul_skinny_kernel<MODE, NORM>;
-  size_t shared = NORM ? (size_t)n_tokens * m->k * sizeof(half) : 0;
-  static bool configured;
-  if (!configured)
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    g->device->shared_bytes - 8192));
-  configured = true;
-  QkvTarget qkv = g->qkv;
-  qkv.kv.layer = layer;
-  int blocks = ceil_div(ceil_div(m->n, TILE_ROWS), SKINNY_WARPS / m->slices);
-  launch(g, kernel, dim3(blocks), SKINNY_WARPS * WARP, shared, out, qkv, in, *m, n_tokens);
-}
-
-// out = x . w^T, perhaps in unsummed slices.
-template <Output MODE>
-static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens) {
-  int outputs = MODE == OUT_SWIGLU ? m->n / 2 : m->n, z = 1;
-  SkinnyInput in = {x, NULL, NULL, NULL, 0};
-  if (g->matmul == MATMUL_NAIVE) {
-    launch(g, matmul_rows_kernel<1>, dim3(ceil_div(outputs, 256), n_tokens), 256, 0, out, MODE, x,
-           *m);
-  } else if (g->matmul == MATMUL_GEMV) {
-    launch(g, matmul_rows_kernel<WARP>, dim3(ceil_div(outputs, 8), n_tokens), 8 * WARP, 0, out,
-           MODE, x, *m);
-  } else if (n_tokens <= SKINNY_TOKENS) {
-    matmul_skinny<MODE, false>(g, out, in, m, n_tokens, 0);
-  } else {
-    z = tile_slices(g->device, m, n_tokens);
-    launch_tiles<MODE>(g, out, x, m, n_tokens, z);
-  }
-  Unsummed u = {(const float*)out, z, (size_t)n_tokens * m->n};
-  return u;
-}
-
-// Blocks among which attention shares the splits of a run. The fewest that let the GPU be done in
-// the fewest turns: blocks that stay can ask for their next keys early.
-static int attention_shares(const Device* d, const QkvTarget* to, int runs, int splits) {
-  int blocks = runs * to->kv.kv_heads * ceil_div(to->kv.heads / to->kv.kv_heads, TILE_ROWS);
-  int at_once = d->sms * (to->head_dim <= 64 ? 4 : 2), best = 1, best_turns = INT_MAX;
-  for (int z = 1; z <= splits; z++) {
-    int turns = ceil_div(blocks * z, at_once) * ceil_div(splits, z);
-    if (turns >= best_turns) continue;
-    best = z;
-    best_turns = turns;
-  }
-  return best;
-}
-
-template <int K>
-static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
-                             Unsummed qkv) {
-  int parts = ceil_div(to.kv.heads / to.kv.kv_heads, TILE_ROWS);
-  int shares = attention_shares(g->device, &to, runs, splits);
-  auto kernel = g->fp8_kv
-                    ? shares > 1 ? attention_kernel<K, fp8, true> : attention_kernel<K, fp8, false>
-                : shares > 1 ? attention_kernel<K, half, true>
-                             : attention_kernel<K, half, false>;
-  launch(g, kernel, dim3(runs, to.kv.kv_heads * parts, shares), ATTENTION_WARPS * WARP, 0, g->att,
-         to, qkv, g->partial, g->arrived, splits, activation_group(g, n_tokens));
-}
-
-// qkv: slices of a decode step that are still to be rotated and stored, or none.
-static void attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
-                      Unsummed qkv) {
-  auto run = to.head_dim == 32    ? launch_attention<32>
-             : to.head_dim == 64  ? launch_attention<64>
-             : to.head_dim == 80  ? launch_attention<80>
-             : to.head_dim == 96  ? launch_attention<96>
-             : to.head_dim == 128 ? launch_attention<128>
-                                  : NULL;
-  if (!run) die("no attention kernel for head width %d: 32, 64, 80, 96 and 128 exist", to.head_dim);
-  run(g, n_tokens, runs, splits, to, qkv);
-}
-
-// Where qkv's results are not stored by who computes or who reads them.
-static void rope(const Gpu* g, int n_tokens, QkvTarget to, Unsummed qkv) {
-  int heads = to.kv.heads + 2 * to.kv.kv_heads;
-  if (g->fp8_kv) {
-    launch(g, rope_fp8_kernel, dim3(n_tokens, ceil_div(heads, FP8_ROPE_WARPS)),
-           FP8_ROPE_WARPS * WARP, 0, to, qkv);
-  } else {
-    launch(g, rope_kernel, dim3(n_tokens, ceil_div(heads * to.head_dim / 2, 128)), 128, 0, to, qkv);
-  }
-}
-
-static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
-                     const int* row) {
-  launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
-         c->norm_eps, activation_group(g, rows));
-}
 
 // Queues one forward pass and the sampling of R rows for the token list on the device. Twin:
 // forward_cpu.
@@ -2036,37 +2080,6 @@ static void gpu_copy_logits(Engine* e, int rows, float* out) {
   CUDA_CHECK(cudaStreamSynchronize(e->gpu->stream));
   CUDA_CHECK(cudaMemcpy(out, e->gpu->logits, (size_t)rows * e->w->config.vocab_size * sizeof(float),
                         cudaMemcpyDeviceToHost));
-}
-
-// Fills rows of a matrix on the device: a seeded tensor is drawn there, a stored one goes up in
-// chunks and is packed there.
-static bool gpu_fill(Matrix* m, const Tensor* from, RowMap map, bool packed) {
-  const size_t chunk_bytes = (size_t)64 << 20;
-  size_t row_bytes = (size_t)from->cols * (from->dtype == DT_F32 ? 4 : 2);
-  int most = from->data ? (int)(chunk_bytes / row_bytes) : from->rows;
-  if (most < 1) most = 1;
-  void* staging = from->data ? gpu_alloc(most * row_bytes) : NULL;
-  if (from->data && !staging) return false;
-  for (int row = 0; row < from->rows; row += most) {
-    int rows = from->rows - row < most ? from->rows - row : most;
-    Tensor part = *from;
-    if (from->data) {
-      CUDA_CHECK(cudaMemcpy(staging, (const char*)from->data + row * row_bytes, rows * row_bytes,
-                            cudaMemcpyHostToDevice));
-      part.data = staging;
-    }
-    size_t n = (size_t)rows * from->cols;
-    pack_kernel<<<(unsigned)((n + 255) / 256), 256>>>((half*)m->w, part, map, row, rows, m->k,
-                                                      packed);
-    CUDA_CHECK(cudaGetLastError());
-  }
-  CUDA_CHECK(cudaDeviceSynchronize());
-  if (staging) gpu_free(staging);
-  return true;
-}
-
-static void gpu_upload(void* to, const void* from, size_t bytes) {
-  CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
 }
 
 static const Backend gpu_backend = {
