@@ -30,10 +30,10 @@
 //  1764  parts/plots.h      drawn by us, encoded by stb_image_write
 //  1765  parts/tokenizer.h  text to tokens and back
 //  1767  commands           a device, a model, defaults; bs sweep
-//  1961  parts/plan.h       bs plan and bs knee
-//  1963  streams            lengths and arrivals, drawn or from a trace
-//  1995  compare            one stream of requests through every policy
-//  2509  parts/generate.h   bs generate; then main
+//  1964  parts/plan.h       bs plan and bs knee
+//  1966  streams            lengths and arrivals, drawn or from a trace
+//  1998  compare            one stream of requests through every policy
+//  2515  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -682,11 +682,11 @@ static Work count_work(const Config* c, const Batch* b, int kv_size) {
 }
 
 typedef struct {  // steps of one kind, added up
-  int n, tokens;
-  double seconds, roof, noreuse, weight_bytes, kv_bytes, flops;
+  int n;
+  double tokens, seconds, roof, noreuse, weight_bytes, kv_bytes, flops;
 } StepTotals;
 
-static void add_step(StepTotals* s, const Device* d, Work w, int n_tokens, double seconds) {
+static void add_step(StepTotals* s, const Device* d, Work w, double n_tokens, double seconds) {
   double bytes = w.weight_bytes + w.kv_bytes;
   s->n++;
   s->tokens += n_tokens;
@@ -1833,7 +1833,10 @@ static void fill_defaults(Options* o, const Config* c, bool gpu) {  // a real or
   if (isnan(o->temperature)) o->temperature = o->command == CMD_COMPARE;
   if (!o->input_len) o->input_len = gpu ? 128 : 32;
   if (!o->output_len) o->output_len = o->command == CMD_GENERATE ? 512 : gpu ? 128 : 32;
-  if (!o->step_tokens) o->step_tokens = gpu ? 4096 : 256;
+  if (!o->step_tokens) {
+    o->step_tokens = gpu ? 4096 : 256;
+    if (o->step_tokens < o->max_batch) o->step_tokens = o->max_batch;  // everyone decodes in a step
+  }
   if (!o->repeats) o->repeats = gpu ? 3 : 1;
 }
 
@@ -2174,9 +2177,10 @@ typedef struct {
   char variance_name[160];
 } Comparison;
 
-static void cap_outputs(Request* r, int n, int most) {
+// Shortens outputs to `most`, but for those over `rejected`, which will be refused as they are.
+static void cap_outputs(Request* r, int n, int rejected, int most) {
   for (int i = 0; i < n; i++)
-    if (r[i].max_new > most) r[i].max_new = most;
+    if (r[i].max_new > most && r[i].max_new <= rejected) r[i].max_new = most;
 }
 
 // Runs the stream under one policy; differs = requests that other tokens came out for than under
@@ -2267,8 +2271,8 @@ static void measure_variance(Comparison* c) {
   int batch = c->limits.max_batch, most = batch < 8 ? 24 : 3 * batch;  // enough, in real time
   bool simulated = c->session->device.api == &sim_backend;
   if (!simulated && o.n_requests > most) o.n_requests = most;
-  o.n_requests -= o.n_requests % batch;  // whole batches only
-  o.input.a = round(mean_length(&o.input));
+  o.n_requests -= o.n_requests % batch;                                      // whole batches only
+  o.input.a = fmin(round(mean_length(&o.input)), c->stream.longest_prompt);  // the engine's longest
   o.input.kind = DIST_FIXED;
   snprintf(c->variance_name, sizeof c->variance_name,
            "%d requests, prompt %.0f, outputs of mean %.0f, all at once", o.n_requests, o.input.a,
@@ -2285,7 +2289,7 @@ static void measure_variance(Comparison* c) {
     memset(&s, 0, sizeof s);
     drawn_stream(&s, &c->session->weights.config, &o, spreads[k]);
     measure_stream(&s);
-    cap_outputs(s.requests, s.n, c->size.max_positions - s.longest_prompt);
+    cap_outputs(s.requests, s.n, MOST_TOKENS, c->size.max_positions - s.longest_prompt);
     length_spread(&s, batch, &p->cv, &p->ideal);
     snprintf(p->name, sizeof p->name, names[k], spreads[k].a, spreads[k].b);
     p->static_tok_s = tokens_per_second(c, &s, POLICY_STATIC);
@@ -2408,7 +2412,8 @@ static bool open_comparison(Comparison* c, int wide, char* err) {
   long positions = (long)c->stream.longest_prompt + longest_new;
   if (positions > config->max_context) positions = config->max_context;
   c->limits = limits;
-  if (c->limits.max_new == 0) c->limits.max_new = longest_new;
+  bool capped = o->max_new_tokens > 0 && o->max_new_tokens < longest_new;  // by the user
+  if (!capped) c->limits.max_new = longest_new;
   EngineSize size = {o->step_tokens, o->max_batch, (int)positions, (o->kv_tokens + 15) / KV_BLOCK};
   c->size = size;
   if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), (int)positions, err))
@@ -2418,11 +2423,12 @@ static bool open_comparison(Comparison* c, int wide, char* err) {
   if (c->limits.max_batch < o->max_batch)
     printf("out of memory: the batch is %d instead of %d, the rest waits\n", c->limits.max_batch,
            o->max_batch);
-  if (o->max_new_tokens == 0 && c->limits.max_new < longest_new) {
+  int most = capped ? o->max_new_tokens : longest_new;
+  if (c->limits.max_new < most) {
     printf("out of memory: outputs end after %d tokens\n", c->limits.max_new);
-    cap_outputs(c->stream.requests, c->stream.n, c->limits.max_new);
+    cap_outputs(c->stream.requests, c->stream.n, most, c->limits.max_new);
   }
-  if (c->limits.max_new > c->stream.longest_new && o->max_new_tokens == 0)
+  if (!capped && c->limits.max_new > c->stream.longest_new)
     c->limits.max_new = c->stream.longest_new;  // what static batches reserve
   return true;
 }

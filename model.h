@@ -69,7 +69,7 @@ typedef struct {
   float rope_theta;
   float rope_factor, rope_low, rope_high;  // llama3 scaling; factor 0 = none
   int rope_original;                       // context the frequencies were trained at
-  int n_eos, eos[8];                       // token ids that end a text
+  int n_eos, eos[4];                       // token ids that end a text
 } Config;
 
 // A tensor as it is stored: bytes inside a mapped file, or (data NULL) a seed to draw it from.

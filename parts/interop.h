@@ -73,7 +73,11 @@ static void clear_row(Measured* m, int line) {
 static bool set_cell(Measured* m, const char* name, const char* text, char* why) {
   SweepRow* r = &m->row;
   if (*text == '\0') return true;
-  if (strcmp(name, "reason") == 0) snprintf(r->reason, sizeof r->reason, "%s", text);
+  if (strcmp(name, "reason") == 0) {  // will be printed, and written as one cell again
+    snprintf(r->reason, sizeof r->reason, "%s", text);
+    for (char* c = r->reason; *c; c++)
+      if (iscntrl((unsigned char)*c) || *c == '"') *c = *c == '"' ? '\'' : ' ';
+  }
   for (int i = 0; i < 4; i++)
     if (strcmp(name, "bound") == 0 && strcmp(text, bound_names[i]) == 0) r->bound = (Bound)i;
   if (strcmp(name, "status") == 0) {
@@ -160,10 +164,8 @@ static bool finish_row(Measured* m, char* why) {
   for (int i = 0; i < N_COLUMNS; i++)
     if (*column_of(m, i) == 0) *column_of(m, i) = NAN;  // a latency of 0 was not measured
   double tpot = 1e3 * m->decode_s / m->output_len;      // a step gives a token to each sequence
-  for (int q = 50; q < 100; q += q == 50 ? 45 : 4) {
-    if (!isnan(tpot)) *latency_at(&r->tpot, q) = tpot;
-    if (!isnan(m->prefill_s)) *latency_at(&r->ttft, q) = 1e3 * m->prefill_s;
-  }
+  if (!isnan(tpot)) r->tpot.p50 = r->tpot.p95 = r->tpot.p99 = tpot;
+  if (!isnan(m->prefill_s)) r->ttft.p50 = r->ttft.p95 = r->ttft.p99 = 1e3 * m->prefill_s;
   if (!(m->batch <= 1e9 && m->batch == floor(m->batch)))
     return say(why, WHY_LEN, "the batch is not a whole number, 1 or more");
   if (r->status == ROW_OK && isnan(r->output_tok_s))
@@ -443,6 +445,8 @@ static double parse_time(const char* text) {
     int y = month > 2 ? year : year - 1, m = month > 2 ? month - 3 : month + 9;  // from March on
     double days = 365.0 * y + y / 4 - y / 100 + y / 400 + (153 * m + 2) / 5 + day;
     bool fine = month >= 1 && month <= 12 && day >= 1 && day <= 31 && second >= 0 && second < 61;
+    const char* zone = text + used;  // of one zone they all are, if any
+    fine = fine && (*zone == '\0' || strcmp(zone, "Z") == 0 || strcmp(zone, "+00:00") == 0);
     return fine ? ((days * 24 + hour) * 60 + minute) * 60 + second : NAN;
   }
   char* end;
@@ -483,7 +487,8 @@ static bool trace_line(char* line, const int which[3], TraceRow* row) {
   return fine;
 }
 
-// At most `most` rows (0 = all) by arrival, the first one at 0. NULL: err says why.
+// The first `most` rows of a file (0 = all), sorted by arrival, the first one at 0. NULL: err says
+// why.
 static TraceRow* read_trace(const char* path, int most, int* n, char* err) {
   enum { MOST_ROWS = 10000000 };
   char *text = text_file(path, (size_t)1 << 30, err), *at = text, *line;

@@ -176,8 +176,11 @@ static bool load_config(const char* path, Config* c, char* err) {
     config_check(why, c->rope_low < c->rope_high, "high_freq_factor", "must be the larger one");
   }
   int* e = c->eos;
-  if (eos != NULL) c->n_eos = sscanf(eos + (*eos == '['), "%d ,%d ,%d ,%d", e, e + 1, e + 2, e + 3);
-  config_check(why, eos == NULL || c->n_eos > 0, "eos_token_id", "must be null, an id or ids");
+  int fifth;
+  if (eos != NULL)
+    c->n_eos = sscanf(eos + (*eos == '['), "%d ,%d ,%d ,%d ,%d", e, e + 1, e + 2, e + 3, &fifth);
+  config_check(why, eos == NULL || (c->n_eos > 0 && c->n_eos < 5), "eos_token_id",
+               "must be null, an id or up to four ids");
   free(text);
   return *why == '\0' || file_error(err, path, "%s", why);
 }

@@ -287,6 +287,8 @@ static bool check_options(Options* o, char* err) {
   if ((o->trace || o->prompts_file) && o->input_text && o->command == CMD_COMPARE)
     return say(err, ERR_LEN,
                "--input-len: the prompts of a trace or a file have lengths of their own");
+  if (o->trace && o->prompts_file)
+    return say(err, ERR_LEN, "--prompts: a trace has prompts of its own");
   if (o->trace && o->output_text)
     return say(err, ERR_LEN, "--output-len: the outputs of a trace have lengths of their own");
   if (o->burstiness != 1 && (o->rate == 0 || o->trace) && o->command == CMD_COMPARE)
@@ -296,6 +298,8 @@ static bool check_options(Options* o, char* err) {
   if (o->command == CMD_KNEE && !(sim ? *o->model : strcmp(o->device, "auto") == 0))
     return say(err, ERR_LEN,
                "bs knee runs nothing: --device is sim:GPU, with --model, or not given");
+  if (o->command == CMD_KNEE && !sim && (o->cards || o->vram || strcmp(o->kv, "fp16") != 0))
+    return say(err, ERR_LEN, "--gpus, --vram and --kv are for bs knee with --device sim:GPU");
   if (o->command == CMD_PLAN && !sim)
     return say(err, ERR_LEN, "bs plan needs a GPU to plan for: --device sim:h100 or another");
   if (sim && !find_sim_gpu(o->device + 4, &sim_gpu, err)) return false;

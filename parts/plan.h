@@ -79,7 +79,7 @@ static void plan_row(const Plan* p, int batch, SweepRow* row) {
   all.weight_bytes *= steps;
   all.kv_bytes *= batch;
   all.flops *= batch;
-  add_step(&prefill, d, all, (int)tokens, 0);
+  add_step(&prefill, d, all, tokens, 0);
   add_step(&decode, d, each, batch, 0);
   prefill.seconds = prefill.roof + steps * p->step;
   decode.seconds = decode.roof + p->step;
@@ -90,7 +90,7 @@ static void plan_row(const Plan* p, int batch, SweepRow* row) {
   Percentiles e2e = {last, last, last, batch};
   row->ttft = ttft;
   row->tpot = row->itl = tpot;
-  row->itl.n = batch * (out - 1);
+  row->itl.n = whole_number((double)batch * (out - 1));
   row->e2e = e2e;
   row->output_tok_s = 1e3 * batch * out / last;
   row->user_tok_s = 1e3 / step;
@@ -168,7 +168,7 @@ static int plan_curve(const Plan* p, const Options* o, SweepRow* rows) {
 static int plan_init(Plan* p, Session* s, const Options* o, char* err) {
   char path[PATH_LEN];
   memset(p, 0, sizeof *p);
-  s->device.limit = (size_t)sim_gpu.mem;
+  s->device.limit = (size_t)(o->vram ? fmin((double)o->vram, sim_gpu.mem) : sim_gpu.mem);
   const char* name = choose_model(s, o);
   const Config* preset = find_preset(name);
   snprintf(path, sizeof path, "%s/config.json", name);
@@ -305,6 +305,7 @@ static int cmd_plan(Session* s, const Options* o) {
     reports[i] = r;
   }
   p.config.n_kv_heads = heads[shown];
+  if (!plan_open(&p, &sim_gpu, cards, (double)o->vram, err)) return give_up(1, err);  // its fewest
   print_plan(stdout, &p);
   print_table_header(stdout, o->rules);
   for (int i = 0; i < reports[shown].n_rows; i++) print_row(stdout, &rows[shown][i], o->rules);

@@ -429,7 +429,7 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
   const struct Chart* c = &CHARTS[chart];
   Axes a = new_axes(b, 210, c->x == V_BATCH ? SCALE_LOG2 : SCALE_LOG10,
                     c->y == V_USED ? SCALE_MIB : SCALE_LOG10);
-  for (int k = 0; k < N_SERIES; k++)
+  for (int k = N_SERIES - 1; k >= 0; k--)  // bars before limits, which may be far above them
     for (int i = 0; i < r->n_rows && SERIES[k].chart == chart; i++) {
       double y = row_value(r, i, SERIES[k].y), far = c->y == V_USED ? 4 * a.y.hi : INFINITY;
       include_value(&a.x, row_value(r, i, SERIES[k].x));

@@ -163,6 +163,16 @@ run 1 'neither tpot_p95_ms' "$bs" knee tests/data/vllm_summary.csv --percentile 
 run 1 'columns: missing batch' "$bs" knee tests/run.sh --out "$tmp/k"
 run 1 'No such file' "$bs" knee "$tmp/none.csv"
 run 1 'output-len choose' "$bs" knee tests/data/llama_batched_bench.jsonl --out "$tmp/k"
+bad 'are for bs knee with --device sim' knee tests/data/llama_batched_bench.jsonl --gpus 4
+printf 'batch,output_tok_s,tpot_p95_ms,status,reason\n1,10,5,ok,\n8,,,oom,"one\nline ""two"" \033[31mred"\n' >"$tmp/odd.csv"
+run 0 "did not fit: one line 'two'  \[31mred" "$bs" knee "$tmp/odd.csv" --out "$tmp/k"
+run 0 "did not fit: one line 'two'" "$bs" knee "$tmp/k/sweep.csv" --out "$tmp/k2"
+run 0 '2 suffice' "$bs" plan --model llama-3-8b --device sim:mem=17G,bw=1e12,rate=1e14 --kv-heads 1,8 --out "$tmp/k2"
+huge="plan --model llama-3.2-1b --device sim:mem=1000000G,bw=1e12,rate=1e14 --batches 32768"
+run 0 'Working point' "$bs" $huge --input-len 131071 --output-len 1 --out "$tmp/k2"
+! grep -q -e ',-' "$tmp/k2/sweep.csv"
+ok "nothing overflows" $?
+run 0 'Working point' "$bs" $huge --input-len 1 --output-len 131071 --out "$tmp/k2"
 run 0 'Working point: batch 4,' "$bs" knee tests/data/llama_batched_bench.jsonl --input-len 128 --out "$tmp/k"
 grep -q 'max-model-len 256"' "$tmp/k/config.json"
 ok "lengths of the file reach the flags" $?

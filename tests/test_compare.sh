@@ -126,6 +126,23 @@ run 1 'none: open: ' "$bs" $tiny --prompts "$tmp/none" --out "$tmp/o"
 "$bs" compare --help >/dev/full 2>"$tmp/out"
 [ $? -eq 1 ]
 ok "a help that cannot be written" $?
+# What a reader of the code found. Prompts of a skewed distribution whose mean is over the longest that was drawn; a cap on
+# outputs far above what anybody asks for, in little memory; more slots than the default's step has tokens; times of another zone.
+run 0 'outputs lognormal' "$bs" compare --device cpu --model tests/golden/variants/k80-f16 --requests 8 --max-batch 8 \
+  --input-len lognormal:100,5@110 --output-len 2 --seed 1 --out "$tmp/o"
+run 0 'outputs lognormal' timeout 60 "$bs" compare --device sim:h100 --model llama-3-8b --requests 32 --input-len lognormal:1000,5@8000 \
+  --output-len 20 --seed 1 --out "$tmp/o"
+little="compare --device sim:mem=2.38G,bw=1e12,rate=1e14 --model llama-3.2-1b --max-batch 2 --requests 4 --input-len 100"
+run 0 'continuous *4 ' "$bs" $little --output-len 3000 --step-tokens 64 --policy continuous --max-new-tokens 100000 --out "$tmp/o"
+run 0 'up to 8000 at once, 8000 tokens a step' "$bs" $sim --requests 100 --max-batch 8000 --out "$tmp/o"
+bad 'prompts of its own' compare --trace "$tmp/trace" --prompts "$tmp/prompts"
+for zone in Z +00:00; do
+  printf 'TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5%s,12,3\n' $zone >"$tmp/trace"
+  run 0 'continuous *1 ' "$bs" $sim --trace "$tmp/trace" --out "$tmp/o"
+done
+printf 'TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5+09:00,12,3\n' >"$tmp/trace"
+run 1 'line 2' "$bs" $sim --trace "$tmp/trace" --out "$tmp/o"
+
 # Ctrl-C: what was there stays until a policy is complete; what is half done is nowhere.
 "$bs" $sim --requests 64 --out "$tmp/c" >/dev/null
 cp "$tmp/c/compare.csv" "$tmp/before"
