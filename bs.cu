@@ -8,32 +8,32 @@
 //
 // The map, top to bottom, after the structs of model.h (Matrix, Weights, KVCache, Batch). What a
 // first reading can skip is in parts/, included where it stands:
-//    61  rows and Backend   what a run measures and decides; a device is a struct of functions
-//   200  platform shim      memory by purpose
-//   336  ceilings           how fast this device can read and multiply
-//   415  requests           what a client wants, and where it stands
-//   445  KV cache           blocks of 16 tokens and who holds them
-//   520  engine             a model on a device, with steps in flight
-//   654  roofline           the work of a step, counted
-//   701  scheduler          static, bucketed, continuous: who runs in the next step
-//  1077  engine loop        plan, submit, collect
-//  1249  CPU backend        submit = forward_cpu
-//  1359  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1362  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
-//  1367  weights            from a checkpoint to what the device wants
-//  1461  metrics            percentiles
-//  1495  knee               the walk that finds the working point
-//  1611  parts/interop.h    other tools' measurements and traces in, their options out
-//  1612  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1614  parts/options.h    one table for parser and --help
-//  1616  sweep              one row per batch size
-//  1764  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1765  parts/tokenizer.h  text to tokens and back
-//  1767  commands           a device, a model, defaults; bs sweep
-//  1964  parts/plan.h       bs plan and bs knee
-//  1966  streams            lengths and arrivals, drawn or from a trace
-//  1998  compare            one stream of requests through every policy
-//  2515  parts/generate.h   bs generate; then main
+//    60  rows and Backend   what a run measures and decides; a device is a struct of functions
+//   199  platform shim      memory by purpose
+//   335  ceilings           how fast this device can read and multiply
+//   414  requests           what a client wants, and where it stands
+//   444  KV cache           blocks of 16 tokens and who holds them
+//   519  engine             a model on a device, with steps in flight
+//   653  roofline           the work of a step, counted
+//   699  scheduler          static, bucketed, continuous: who runs in the next step
+//  1075  engine loop        plan, submit, collect
+//  1248  CPU backend        submit = forward_cpu
+//  1358  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1361  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
+//  1366  weights            from a checkpoint to what the device wants
+//  1460  metrics            percentiles
+//  1494  knee               the walk that finds the working point
+//  1610  parts/interop.h    other tools' measurements and traces in, their options out
+//  1611  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1613  parts/options.h    one table for parser and --help
+//  1615  sweep              one row per batch size
+//  1763  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1764  parts/tokenizer.h  text to tokens and back
+//  1766  commands           a device, a model, defaults; bs sweep
+//  1957  parts/plan.h       bs plan and bs knee
+//  1959  streams            lengths and arrivals, drawn or from a trace
+//  1991  compare            one stream of requests through every policy
+//  2496  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -48,7 +48,6 @@
 #include <signal.h>
 #include <strings.h>
 #include <time.h>
-#include <ctype.h>
 #define STB_IMAGE_WRITE_IMPLEMENTATION
 #define STBI_WRITE_NO_STDIO
 #pragma GCC diagnostic push
@@ -270,8 +269,8 @@ static size_t cpu_used(void) {  // resident bytes of this process
 static void* cpu_alloc(size_t bytes) {
   const size_t huge = (size_t)2 << 20, unit = bytes < 4 * huge ? 64 : huge;
   char* p = (char*)aligned_alloc(unit, (bytes + unit - 1) / unit * unit);
-  if (p && unit == huge) madvise(p, bytes, MADV_HUGEPAGE);
   if (!p) return NULL;
+  if (unit == huge) madvise(p, bytes, MADV_HUGEPAGE);
   PARALLEL_FOR
   for (size_t at = 0; at < bytes; at += huge)
     memset(p + at, 0, bytes - at < huge ? bytes - at : huge);
@@ -669,8 +668,7 @@ static Work count_work(const Config* c, const Batch* b, int kv_size) {
   // A weight is 2 bytes, read once a step, and 2 FLOPs, done once a token: one number for both.
   double layers = 2 * c->n_layers * layer, head = b->n_rows ? 2 * V * D : 0;
   w.weight_bytes = layers + head + 2.0 * b->n_tokens * D;  // D: a row of the embedding table
-  w.noreuse_bytes = layers * b->n_tokens + head * b->n_rows;
-  w.flops = layers * b->n_tokens + head * b->n_rows;
+  w.noreuse_bytes = w.flops = layers * b->n_tokens + head * b->n_rows;
   for (int t = 0; t < b->n_tokens; t++) {
     // Its own K and V are written; all earlier ones are read once for a slot's tokens of a step.
     bool last_of_slot = t + 1 == b->n_tokens || b->slot[t + 1] != b->slot[t];
@@ -737,7 +735,7 @@ typedef struct {
 
 typedef struct {               // of all runs since the caller zeroed it
   StepTotals prefill, decode;  // steps with a part of a prompt, and without
-  double start, end, busy;     // of the last run, on the device's clock; seconds of all
+  double start, end, seconds;  // of the last run, on the device's clock; of all runs
   int finished, preemptions, rejected, timed_out;
   Span* spans;  // for the caller to free
   int n_spans, cap_spans;
@@ -1084,23 +1082,24 @@ static void progress(const char* what, int done, int of, double start) {
   bool over = done >= of;
   if (what == NULL || !isatty(2) || (t - shown < 0.1 && !over)) return;
   shown = t;
-  double left = done > 0 ? (t - start) * (of - done) / done : 0;
-  fprintf(stderr, "\r%s: %d of %d, about %.0f s left\033[K", what, done, of, left);
-  if (over) fprintf(stderr, "\r\033[K");
+  double left = (t - start) * (of - done) / done;
+  if (!over) fprintf(stderr, "\r%s: %d of %d", what, done, of);
+  if (!over && done > 0) fprintf(stderr, ", about %.0f s left", left);
+  fprintf(stderr, over ? "\r\033[K" : "\033[K");
 }
 
-static void collect_step(Scheduler* s, const Planned* p, double* previous_end) {
+static void collect_step(Scheduler* s, const Planned* p) {
   RunStats* stats = s->stats;
   const Config* c = &s->e->w->config;
   const Step* step = engine_collect(s->e);
   // THE measurement: a step that queued behind another one began when that ended, else when it was
   // submitted. So a device that waits for the host counts; a step that waits for the last does not.
-  double begin = fmax(*previous_end, step->submitted);
+  double begin = fmax(stats->end, step->submitted);
   add_step(p->decode ? &stats->decode : &stats->prefill, s->e->device, p->work, p->batch.n_tokens,
            step->end - begin);
   for (; s->n_begun < p->n_spans; s->n_begun++)
     stats->spans[s->n_begun].start = begin - stats->start;
-  *previous_end = stats->end = step->end;
+  stats->end = step->end;
   double t = step->end - stats->start;
   for (int i = 0; i < step->n_rows; i++) {
     Request* r = &s->w->requests[p->owner[i]];
@@ -1208,27 +1207,27 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
   const Backend* api = e->device->api;
   Scheduler s;
   Planned planned[IN_FLIGHT];
-  int submitted = 0, collected = 0, depth = w->stop_at_eos ? 1 : IN_FLIGHT;
+  int depth = w->stop_at_eos ? 1 : IN_FLIGHT;
   memset(planned, 0, sizeof planned);
   scheduler_open(&s, e, w, stats);
   for (int i = 0; i < depth; i++)
     planned_init(&planned[i], w->limits.step_tokens + w->limits.max_batch, w->limits.max_batch);
-  double previous_end = stats->start, began = now();
+  double began = now();
   bool cut = false;
   // One turn: who has arrived, gave up, is done; room for those who run; who starts; plan and
   // submit a step. Then collect the oldest, when `depth` steps are in flight or none could be
   // submitted. Idle: wait.
   for (;;) {
     double t = api->clock(e) - stats->start;
-    bool in_flight = submitted > collected, more = false;
+    bool in_flight = e->submitted > e->collected, more = false;
     cut = cut || interrupted || t > time_limit;
     arrive(&s, t);
     drop_late(&s, t);
     retire(&s);
-    if (!cut && make_room(&s, t, in_flight)) more = submit_step(&s, &planned[submitted % depth], t);
-    submitted += more;
-    if (submitted - collected == depth || (in_flight && !more)) {
-      collect_step(&s, &planned[collected++ % depth], &previous_end);
+    if (!cut && make_room(&s, t, in_flight))
+      more = submit_step(&s, &planned[e->submitted % depth], t);
+    if (e->submitted - e->collected == depth || (in_flight && !more)) {
+      collect_step(&s, &planned[e->collected % depth]);
       progress(w->progress, stats->finished, w->n - stats->rejected - stats->timed_out, began);
     } else if (!more && (cut || (s.n_arrived == w->n && s.n_queue + s.n_running == 0))) {
       break;
@@ -1239,7 +1238,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
   }
   while (s.n_running > 0) leave(&s, s.n_running - 1);
   close_spans(&s);
-  stats->busy += stats->end - stats->start;
+  stats->seconds += stats->end - stats->start;
   for (int i = 0; i < depth; i++) planned_free(&planned[i]);
   free(s.queue);
   free(s.bucket_size);
@@ -1746,7 +1745,7 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
   }
   free(stats.spans);
   progress(o->quiet ? NULL : label, repeats, repeats, start);
-  row->output_tok_s = (double)n * out / stats.busy;
+  row->output_tok_s = (double)n * out / stats.seconds;
   row->ttft = percentiles_of(all.ttft, all.n);
   row->tpot = percentiles_of(all.tpot, all.n_tpot);
   row->itl = percentiles_of(all.itl, all.n_itl);
@@ -1840,6 +1839,12 @@ static void fill_defaults(Options* o, const Config* c, bool gpu) {  // a real or
   if (!o->repeats) o->repeats = gpu ? 3 : 1;
 }
 
+static bool lengths_fit(const Options* o, const Config* c, char* err) {
+  return (long)o->input_len + o->output_len <= c->max_context ||
+         say(err, ERR_LEN, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
+             o->input_len, o->output_len, c->name, c->max_context);
+}
+
 static int sweep_rows(Session* s, const Options* o, SweepRow* rows, ResultFile* csv) {
   static const int defaults[] = {1, 2, 4, 8, 16, 32, 64, 128, 256};
   int n = o->n_batches ? o->n_batches : s->device.api != &cpu_backend ? 9 : 7, done = 0;
@@ -1866,14 +1871,7 @@ static const char* dtype_name(bool fp8_kv) {
 
 static SweepReport new_report(const SweepRow* rows, int n, KneeRules rules, const char* model,
                               const char* device) {
-  SweepReport r;
-  memset(&r, 0, sizeof r);
-  r.rows = rows;
-  r.n_rows = n;
-  r.rules = rules;
-  r.knee = knee(rows, n, rules);
-  r.model = model;
-  r.device = device;
+  SweepReport r = {rows, n, knee(rows, n, rules), rules, model, device, false, 0, 0, 0, false};
   return r;
 }
 
@@ -1913,11 +1911,7 @@ static int cmd_sweep(Session* s, const Options* o) {
   char err[ERR_LEN];
   bool simulated = s->device.api == &sim_backend;
   const Config* c = &s->model.config;
-  if ((long)o->input_len + o->output_len > c->max_context) {
-    snprintf(err, sizeof err, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
-             o->input_len, o->output_len, c->name, c->max_context);
-    return give_up(2, err);
-  }
+  if (!lengths_fit(o, c, err)) return give_up(2, err);
   ResultFile csv;
   if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "sweep.csv", err))
     return give_up(1, err);
@@ -1957,7 +1951,6 @@ static int cmd_sweep(Session* s, const Options* o) {
     print_prediction(stdout, &report);
     status = finish_report(&report, o, dtype_name(s->device.fp8_kv));
   }
-  weights_close(&s->weights, &s->device);
   return interrupted ? 130 : status;
 }
 
@@ -2044,20 +2037,15 @@ typedef struct {
 } Stream;
 
 // Text for a byte-level model: a request's prompt is line i of the prompts.
-static void give_text(Stream* s, const Config* c, const char** prompts, int n_prompts,
-                      float temperature, uint32_t seed) {
+static void give_text(Stream* s, const char** prompts, int n_prompts, float temperature) {
   for (int i = 0; i < s->n; i++) {
     const char* text = prompts[i % n_prompts];
-    int length = (int)strlen(text);
-    Request* old = &s->requests[i];
-    double arrival = old->arrival;
-    int max_new = old->max_new;
-    free(old->tokens);
-    free(old->time);
-    make_request(old, c, length, max_new, seed, i);
-    for (int j = 0; j < length; j++) old->tokens[j] = (unsigned char)text[j];
-    old->arrival = arrival;
-    old->temperature = temperature;
+    Request* r = &s->requests[i];
+    r->n_prompt = (int)strlen(text);
+    r->temperature = temperature;
+    free(r->tokens);
+    r->tokens = (int*)xcalloc((size_t)r->n_prompt + r->max_new, sizeof(int));
+    for (int j = 0; j < r->n_prompt; j++) r->tokens[j] = (unsigned char)text[j];
   }
   s->text = true;
 }
@@ -2172,8 +2160,10 @@ typedef struct {
   int n_results;
   double* ms[N_POLICIES];  // the latencies that the results point into
   uint32_t* answers;       // [n] of the first policy
-  VariancePoint points[8];
+  int differs;             // requests that got other tokens under another one
+  VariancePoint points[5];
   int n_points;
+  ResultFile csv, requests;
   char variance_name[160];
 } Comparison;
 
@@ -2183,10 +2173,8 @@ static void cap_outputs(Request* r, int n, int rejected, int most) {
     if (r[i].max_new > most && r[i].max_new <= rejected) r[i].max_new = most;
 }
 
-// Runs the stream under one policy; differs = requests that other tokens came out for than under
-// the first policy. False: interrupted.
-static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile* requests,
-                       int* differs) {
+// Runs the stream under one policy. False: interrupted.
+static bool run_policy(Comparison* c, Policy policy) {
   Workload w = {c->stream.requests, c->stream.n,    policy,
                 c->limits,          c->stream.text, c->o->quiet ? NULL : policy_names[policy]};
   RunStats stats;
@@ -2194,28 +2182,27 @@ static bool run_policy(Comparison* c, Policy policy, ResultFile* csv, ResultFile
   memset(&stats, 0, sizeof stats);
   for (int i = 0; i < w.n; i++) tokens += w.requests[i].max_new;
   double* ms = c->ms[c->n_results] = (double*)xcalloc(3 * (size_t)w.n + tokens, sizeof *ms);
-  bool whole = run_requests(&c->engine, &w, INFINITY, &stats);
-  PolicyResult* p = &c->results[c->n_results];
-  *p = policy_result(&w, &stats, &c->o->rules, ms);
-  if (!whole) {  // half a run says nothing about a policy
+  if (!run_requests(&c->engine, &w, INFINITY, &stats)) {  // half a run says nothing about a policy
     free(stats.spans);
     free(ms);
     return false;
   }
+  PolicyResult* p = &c->results[c->n_results];
+  *p = policy_result(&w, &stats, &c->o->rules, ms);
   bool first = c->n_results++ == 0;
   for (int i = 0; i < w.n; i++) {
     if (first) c->answers[i] = w.requests[i].status == FINISHED ? answers_of(&w.requests[i]) : 0;
     if (first || c->answers[i] == 0 || w.requests[i].status != FINISHED) continue;
-    *differs += c->answers[i] != answers_of(&w.requests[i]);
+    c->differs += c->answers[i] != answers_of(&w.requests[i]);
   }
   print_policy(stdout, p, c->o->rules.percentile);
   fflush(stdout);
-  put_policy_row(csv->f, CSV, p);
-  fputc('\n', csv->f);
-  fflush(csv->f);
+  put_policy_row(c->csv.f, CSV, p);
+  fputc('\n', c->csv.f);
+  fflush(c->csv.f);
   for (int i = 0; i < w.n; i++)
-    put_request_row(requests->f, CSV, policy, i, &w.requests[i], stats.start);
-  fflush(requests->f);
+    put_request_row(c->requests.f, CSV, policy, i, &w.requests[i], stats.start);
+  fflush(c->requests.f);
   return true;
 }
 
@@ -2313,8 +2300,7 @@ static int make_stream(Stream* s, const Config* c, const Options* o, char* err) 
   if (o->prompts_file && !byte_level(c))
     return say(err, ERR_LEN, "--prompts: %s does not read and write bytes", c->name), 2;
   if (o->prompts_file && (n_prompts = read_prompts(o->prompts_file, prompts, err)) < 0) return 1;
-  if (byte_level(c) && !o->trace)
-    give_text(s, c, prompts, n_prompts, (float)o->temperature, (uint32_t)o->seed);
+  if (byte_level(c) && !o->trace) give_text(s, prompts, n_prompts, (float)o->temperature);
   for (int i = 0; i < n_prompts && o->prompts_file; i++) free((void*)prompts[i]);
   measure_stream(s);
   int longest = s->longest_prompt + s->longest_new;
@@ -2339,20 +2325,18 @@ static int make_stream(Stream* s, const Config* c, const Options* o, char* err) 
 static bool write_compare(Comparison* c, const char* dir, char* err) {
   const Options* o = c->o;
   const Device* d = &c->session->device;
-  CompareReport r;
-  memset(&r, 0, sizeof r);
-  r.results = c->results;
-  r.n_results = c->n_results;
-  r.points = c->points;
-  r.n_points = c->n_points;
-  r.slo_ttft_ms = o->rules.slo_ttft_ms;
-  r.slo_tpot_ms = o->rules.slo_tpot_ms;
-  r.percentile = o->rules.percentile;
-  r.model = c->session->weights.config.name;
-  r.device = d->name;
-  r.workload = c->stream.name;
-  r.variance = c->variance_name;
-  r.simulated = d->api == &sim_backend;
+  CompareReport r = {c->results,
+                     c->n_results,
+                     c->points,
+                     c->n_points,
+                     o->rules.slo_ttft_ms,
+                     o->rules.slo_tpot_ms,
+                     o->rules.percentile,
+                     c->session->weights.config.name,
+                     d->name,
+                     c->stream.name,
+                     c->variance_name,
+                     d->api == &sim_backend};
   ResultFile file;
   if (!result_open(&file, dir, "compare.json", err)) return false;
   put(file.f, JSON,
@@ -2383,7 +2367,7 @@ static bool write_compare(Comparison* c, const char* dir, char* err) {
 }
 
 // False: interrupted; what was measured until then is kept.
-static bool run_policies(Comparison* c, ResultFile* csv, ResultFile* requests, int* differs) {
+static bool run_policies(Comparison* c) {
   const Options* o = c->o;
   bool whole = true;
   Workload warm = {c->stream.requests, c->stream.n,    POLICY_CONTINUOUS,
@@ -2392,12 +2376,12 @@ static bool run_policies(Comparison* c, ResultFile* csv, ResultFile* requests, i
   memset(&stats, 0, sizeof stats);
   if (c->session->device.api != &sim_backend) run_requests(&c->engine, &warm, 0.5, &stats);
   free(stats.spans);
-  put_policy_row(csv->f, HEADER, &no_result);
-  fputc('\n', csv->f);
-  put_request_row(requests->f, HEADER, POLICY_STATIC, 0, &no_request, 0);
+  put_policy_row(c->csv.f, HEADER, &no_result);
+  fputc('\n', c->csv.f);
+  put_request_row(c->requests.f, HEADER, POLICY_STATIC, 0, &no_request, 0);
   print_policy_header(stdout, o->rules.percentile);
   for (int policy = 0; policy < N_POLICIES && whole && !interrupted; policy++)
-    if (o->policies & 1 << policy) whole = run_policy(c, (Policy)policy, csv, requests, differs);
+    if (o->policies & 1 << policy) whole = run_policy(c, (Policy)policy);
   return whole && !interrupted;
 }
 
@@ -2435,7 +2419,6 @@ static bool open_comparison(Comparison* c, int wide, char* err) {
 
 static void close_comparison(Comparison* c) {
   if (c->engine.device) engine_close(&c->engine);
-  weights_close(&c->session->weights, &c->session->device);
   free_requests(c->stream.requests, c->stream.n);
   free(c->answers);
   for (int i = 0; i < c->n_results; i++) {
@@ -2455,58 +2438,56 @@ static const char* no_variance(const Comparison* c) {
   return o->n_requests < o->max_batch ? "there are fewer requests than slots" : NULL;
 }
 
-static int run_comparison(Comparison* c, ResultFile* csv, ResultFile* requests) {
+static int run_comparison(Comparison* c) {
   Session* s = c->session;
   const Options* o = c->o;
   char err[ERR_LEN];
-  int differs = 0;
   const char* why = no_variance(c);
   if (!open_comparison(c, why ? 0 : (int)ceil(WIDEST * mean_length(&o->output)), err)) {
-    result_drop(csv);
-    result_drop(requests);
+    result_drop(&c->csv);
+    result_drop(&c->requests);
     return give_up(1, err);
   }
   printf("%s on %s, %s; up to %d at once, %d tokens a step, %d KV blocks of %d tokens\n\n",
          s->weights.config.name, s->device.name, c->stream.name, c->limits.max_batch,
          c->limits.step_tokens, c->size.n_blocks, KV_BLOCK);
-  bool whole = run_policies(c, csv, requests, &differs);
+  bool whole = run_policies(c);
   if (!whole) printf("\nInterrupted: what was not finished is left out.\n");
   if (c->n_results == 0) {  // earlier results stay as they are
-    result_drop(csv);
-    result_drop(requests);
+    result_drop(&c->csv);
+    result_drop(&c->requests);
     return 130;
   }
-  if (differs > 0)
-    printf("\nFAULT: %d requests got other tokens than under the first policy\n", differs);
+  if (c->differs > 0)
+    printf("\nFAULT: %d requests got other tokens than under the first policy\n", c->differs);
   else if (c->n_results > 1 && s->device.api != &sim_backend)
     printf("\nEvery finished request got the same tokens under each policy.\n");
   if (whole && !why) measure_variance(c);
   if (whole && why) printf("\nNo variance.png: %s.\n", why);
-  if (!result_close(csv, err) || !result_close(requests, err) || !write_compare(c, o->out, err))
-    return give_up(1, err);
+  bool written = result_close(&c->csv, err) && result_close(&c->requests, err);
+  if (!written || !write_compare(c, o->out, err)) return give_up(1, err);
   printf("\n%s/: compare.csv requests.csv compare.json schedule.png policies.png%s\n", o->out,
          c->n_points > 0 ? " variance.png" : "");
-  return interrupted ? 130 : differs > 0;
+  return interrupted ? 130 : c->differs > 0;
 }
 
 static int cmd_compare(Session* s, const Options* o) {
   char err[ERR_LEN];
   Comparison c;
-  ResultFile csv, requests;
   memset(&c, 0, sizeof c);
   c.session = s;
   c.o = o;
   int status = make_stream(&c.stream, &s->model.config, o, err);
   if (status != 0) {
     give_up(status, err);
-  } else if (!prepare_out(o->out, err) || !result_open(&csv, o->out, "compare.csv", err)) {
+  } else if (!prepare_out(o->out, err) || !result_open(&c.csv, o->out, "compare.csv", err)) {
     status = give_up(1, err);
-  } else if (!result_open(&requests, o->out, "requests.csv", err)) {
-    result_drop(&csv);
+  } else if (!result_open(&c.requests, o->out, "requests.csv", err)) {
+    result_drop(&c.csv);
     status = give_up(1, err);
   } else {
     c.answers = (uint32_t*)xcalloc(c.stream.n, sizeof *c.answers);
-    status = run_comparison(&c, &csv, &requests);
+    status = run_comparison(&c);
   }
   close_comparison(&c);
   return status;
@@ -2517,16 +2498,14 @@ static int cmd_compare(Session* s, const Options* o) {
 static int run_on_device(Session* s, Options* o) {
   char err[ERR_LEN];
   if (!open_device(s, o, err)) return give_up(1, err);
-  if (s->device.api == &cpu_backend && strcmp(o->matmul, "auto") != 0)
-    return give_up(2, "--matmul chooses a GPU kernel: the CPU has one of its own");
+  if (s->device.api == &cpu_backend && !cpu_can(o, err)) return give_up(2, err);
   s->device.fp8_kv = strcmp(o->kv, "fp8") == 0;
-  if (s->device.api == &cpu_backend && s->device.fp8_kv)
-    return give_up(2, "--kv fp8 needs a GPU: the CPU keeps its cache in fp32");
   if (!open_model(s, o, err)) return give_up(1, err);
   fill_defaults(o, &s->model.config, s->device.api != &cpu_backend);
   int status = o->command == CMD_GENERATE  ? cmd_generate(s, o)
                : o->command == CMD_COMPARE ? cmd_compare(s, o)
                                            : cmd_sweep(s, o);
+  weights_close(&s->weights, &s->device);
   free_model(&s->model);
   device_close(&s->device);
   return status;

@@ -82,7 +82,6 @@ static int generate_texts(Session* s, const Options* o, const Tokenizer* t, cons
   for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);
   engine_close(&e);
   free_requests(w.requests, n);
-  weights_close(&s->weights, &s->device);
   return interrupted ? 130 : 0;
 }
 
@@ -93,8 +92,6 @@ static int cmd_generate(Session* s, const Options* o) {
   Tokenizer t;
   int n = o->n_prompts;
   for (int i = 0; i < n; i++) prompts[i] = o->prompts[i];
-  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0)
-    return give_up(1, err);
   snprintf(path, sizeof path, "%s/tokenizer.json", dir);
   if (c->vocab_size != 256 && access(path, F_OK) != 0) {
     say(err, sizeof err,
@@ -105,6 +102,10 @@ static int cmd_generate(Session* s, const Options* o) {
     return give_up(2, err);
   }
   if (!load_tokenizer(dir, c->vocab_size, &t, err)) return give_up(1, err);
+  if (o->prompts_file && (n = read_prompts(o->prompts_file, prompts, err)) < 0) {
+    free_tokenizer(&t);
+    return give_up(1, err);
+  }
   const int status = generate_texts(s, o, &t, prompts, n);
   for (int i = 0; i < n && o->prompts_file; i++) free((void*)prompts[i]);
   free_tokenizer(&t);

@@ -138,9 +138,11 @@ static bool load_config(const char* path, Config* c, char* err) {
   const char* const refused[] = {"attention_bias", "mlp_bias",           "sliding_window",
                                  "num_experts",    "num_local_experts",  "partial_rotary_factor",
                                  "quantization",   "quantization_config"};
-  char why[120] = "", *text = json_file(path, err);
+  char why[120] = "", own[PATH_LEN], *text = json_file(path, err);
   memset(c, 0, sizeof(*c));
   if (text == NULL) return false;
+  snprintf(own, sizeof own, "%s", path);
+  snprintf(c->name, sizeof c->name, "%s", basename(dirname(own)));
   config_check(why, json_is(text, "model_type", "\"llama\""), "model_type", "must be \"llama\"");
   config_check(why, json_is(text, "hidden_act", "\"silu\""), "hidden_act", "must be \"silu\"");
   for (int i = 0; i < 8; i++)
@@ -318,7 +320,6 @@ static bool load_model(const char* dir, Model* m, char* err) {
   }
   free(index);
   if (m->config.tied) m->head = m->embed;
-  snprintf(m->config.name, sizeof(m->config.name), "%s", basename(dirname(path)));
   if (!ok) free_model(m);
   return ok;
 }

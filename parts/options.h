@@ -43,12 +43,10 @@ enum {
   CMD_GENERATE = 4,
   CMD_PLAN = 8,
   CMD_KNEE = 16,
-  CMD_ALL = 31
-};
-enum {
-  CMD_RUN = 7,
+  CMD_RUN = CMD_SWEEP | CMD_COMPARE | CMD_GENERATE,
   CMD_CURVE = CMD_SWEEP | CMD_PLAN | CMD_KNEE,
-  CMD_REPORT = CMD_CURVE | CMD_COMPARE
+  CMD_REPORT = CMD_CURVE | CMD_COMPARE,
+  CMD_ALL = CMD_RUN | CMD_CURVE
 };
 enum { MAX_BATCHES = 32, MAX_PROMPTS = 256 };
 
@@ -266,6 +264,13 @@ static bool set_option(Options* o, const Option* opt, const char* text, char* er
   return true;
 }
 
+static bool cpu_can(const Options* o, char* err) {
+  if (strcmp(o->matmul, "auto") != 0)
+    return say(err, ERR_LEN, "--matmul %s needs a GPU: the CPU allows auto", o->matmul);
+  return strcmp(o->kv, "fp8") != 0 ||
+         say(err, ERR_LEN, "--kv fp8 needs a GPU: the CPU keeps its cache in fp32");
+}
+
 // Options that must agree with each other. False: err names them.
 static bool check_options(Options* o, char* err) {
   char text[64];
@@ -311,12 +316,7 @@ static bool check_options(Options* o, char* err) {
     return say(err, ERR_LEN,
                "--max-batch %d needs --step-tokens of as many: everyone decodes in a step",
                o->max_batch);
-  if (strcmp(o->device, "cpu") == 0 && strcmp(o->matmul, "auto") != 0) {
-    return say(err, ERR_LEN, "--matmul %s needs a GPU: --device %s allows auto", o->matmul,
-               o->device);
-  }
-  if (strcmp(o->device, "cpu") == 0 && strcmp(o->kv, "fp8") == 0)
-    return say(err, ERR_LEN, "--kv fp8 needs a GPU: --device cpu keeps its cache in fp32");
+  if (strcmp(o->device, "cpu") == 0 && !cpu_can(o, err)) return false;
   if (o->command == CMD_GENERATE && (o->n_prompts > 0) == (o->prompts_file != NULL)) {
     return say(err, ERR_LEN, "bs generate needs either --prompt TEXT or --prompts FILE");
   }

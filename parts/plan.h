@@ -174,22 +174,16 @@ static int plan_init(Plan* p, Session* s, const Options* o, char* err) {
   snprintf(path, sizeof path, "%s/config.json", name);
   if (preset) p->config = *preset;
   if (!preset && !load_config(path, &p->config, err)) return 1;
-  if (!preset) snprintf(p->config.name, sizeof p->config.name, "%.63s", name);
   p->fp8_kv = strcmp(o->kv, "fp8") == 0;
   p->input_len = o->input_len;
   p->output_len = o->output_len;
   p->step_tokens = o->step_tokens;
   p->watermark_pct = o->rules.watermark_pct;
-  if (o->input_len + o->output_len > p->config.max_context) {
-    snprintf(err, ERR_LEN, "--input-len %d + --output-len %d exceeds %s's context of %d tokens",
-             o->input_len, o->output_len, p->config.name, p->config.max_context);
-    return 2;
-  }
-  if (o->cards > 0 && p->config.n_heads % o->cards != 0) {
-    snprintf(err, ERR_LEN, "--gpus %d: %s's %d query heads do not divide among them", o->cards,
-             p->config.name, p->config.n_heads);
-    return 2;
-  }
+  if (!lengths_fit(o, &p->config, err)) return 2;
+  if (o->cards > 0 && p->config.n_heads % o->cards != 0)
+    return say(err, ERR_LEN, "--gpus %d: %s's %d query heads do not divide among them", o->cards,
+               p->config.name, p->config.n_heads),
+           2;
   return 0;
 }
 

@@ -248,9 +248,11 @@ static bool write_png(int w, int h, const char* dir, const char* name, char* err
 }
 
 // What the charts read: from a row, then from the rules and the probe. Memory adds up part by part.
-enum { V_BATCH, V_TOK, V_ROOF, V_NOREUSE, V_WORK, V_FLOPS, V_WEIGHTS, V_KV, V_ACT, V_USED };
-enum { V_TPOT50 = 10, V_TPOT95, V_TPOT99, V_TPOT, V_TTFT50, V_TTFT95, V_TTFT99, V_SLO_TPOT };
-enum { V_SLO_TTFT = 18, V_MARK, V_LIMIT, V_BEND, V_PEAK, V_STEP, V_ROOF_US, V_PREDICTED };
+// clang-format off
+enum { V_BATCH, V_TOK, V_ROOF, V_NOREUSE, V_WORK, V_FLOPS, V_WEIGHTS, V_KV, V_ACT, V_USED,
+       V_TPOT50, V_TPOT95, V_TPOT99, V_TPOT, V_TTFT50, V_TTFT95, V_TTFT99, V_SLO_TPOT,
+       V_SLO_TTFT, V_MARK, V_LIMIT, V_BEND, V_PEAK, V_STEP, V_ROOF_US, V_PREDICTED };
+// clang-format on
 
 // A row's tokens/s if each decode step took so long and its prompts as long as they did; without
 // the prompts where their time is not known.

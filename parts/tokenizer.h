@@ -2,7 +2,6 @@
 // (GPT-2, SmolLM2, Llama 3). What would make other ids than the tokenizers library is refused by
 // name.
 #include <limits.h>
-#include <strings.h>
 
 typedef struct {
   const char* text;  // its bytes, no NUL behind them; NULL: there is no such token
