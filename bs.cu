@@ -13,27 +13,27 @@
 //   335  ceilings           how fast this device can read and multiply
 //   414  requests           what a client wants, and where it stands
 //   444  KV cache           blocks of 16 tokens and who holds them
-//   519  engine             a model on a device, with steps in flight
-//   653  roofline           the work of a step, counted
-//   699  scheduler          static, bucketed, continuous: who runs in the next step
-//  1075  engine loop        plan, submit, collect
-//  1248  CPU backend        submit = forward_cpu
-//  1358  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1361  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
-//  1366  weights            from a checkpoint to what the device wants
-//  1460  metrics            percentiles
-//  1494  knee               the walk that finds the working point
-//  1610  parts/interop.h    other tools' measurements and traces in, their options out
-//  1611  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1613  parts/options.h    one table for parser and --help
-//  1615  sweep              one row per batch size
-//  1763  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1764  parts/tokenizer.h  text to tokens and back
-//  1766  commands           a device, a model, defaults; bs sweep
-//  1957  parts/plan.h       bs plan and bs knee
-//  1959  streams            lengths and arrivals, drawn or from a trace
-//  1991  compare            one stream of requests through every policy
-//  2496  parts/generate.h   bs generate; then main
+//   515  engine             a model on a device, with steps in flight
+//   649  roofline           the work of a step, counted
+//   695  scheduler          static, bucketed, continuous: who runs in the next step
+//  1071  engine loop        plan, submit, collect
+//  1244  CPU backend        submit = forward_cpu
+//  1354  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1357  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
+//  1362  weights            from a checkpoint to what the device wants
+//  1456  metrics            percentiles
+//  1490  knee               the walk that finds the working point
+//  1606  parts/interop.h    other tools' measurements and traces in, their options out
+//  1607  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1609  parts/options.h    one table for parser and --help
+//  1611  sweep              one row per batch size
+//  1759  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1760  parts/tokenizer.h  text to tokens and back
+//  1762  commands           a device, a model, defaults; bs sweep
+//  1953  parts/plan.h       bs plan and bs knee
+//  1955  streams            lengths and arrivals, drawn or from a trace
+//  1987  compare            one stream of requests through every policy
+//  2492  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -456,10 +456,6 @@ typedef struct {
   bool changed;     // since the device last saw the table
   long fail_after;  // tests: the growth after this many is refused; -1 = none is
 } BlockTable;
-
-static int blocks_for(int n_tokens) {
-  return (n_tokens + KV_BLOCK - 1) / KV_BLOCK;
-}
 
 static void blocks_init(BlockTable* b, int n_blocks, int max_blocks, int n_slots) {
   memset(b, 0, sizeof *b);
@@ -1281,7 +1277,7 @@ static bool cpu_engine_open(Engine* e) {
   size_t T = e->size.max_tokens, R = e->size.max_slots,
          wide = padded_rows(2 * c->hidden_dim > c->dim ? 2 * c->hidden_dim : c->dim);
   CpuScratch* s = &e->cpu;
-  s->positions = (e->size.max_positions + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK;
+  s->positions = blocks_for(e->size.max_positions) * KV_BLOCK;
   struct {
     float** p;
     size_t n;
@@ -2398,7 +2394,7 @@ static bool open_comparison(Comparison* c, int wide, char* err) {
   c->limits = limits;
   bool capped = o->max_new_tokens > 0 && o->max_new_tokens < longest_new;  // by the user
   if (!capped) c->limits.max_new = longest_new;
-  EngineSize size = {o->step_tokens, o->max_batch, (int)positions, (o->kv_tokens + 15) / KV_BLOCK};
+  EngineSize size = {o->step_tokens, o->max_batch, (int)positions, blocks_for(o->kv_tokens)};
   c->size = size;
   if (!weights_open(&s->weights, &s->device, &s->model, matmul_of(o->matmul), (int)positions, err))
     return false;

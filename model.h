@@ -295,6 +295,10 @@ typedef struct {
   int* row;      // [R] index into the T tokens
 } Batch;
 
+static inline int blocks_for(int n_tokens) {
+  return (n_tokens + KV_BLOCK - 1) / KV_BLOCK;
+}
+
 // CPU: where the piece of kv head g begins that holds position pos, [K, 16] keys or [16, K] values.
 static inline size_t kv_piece(const Config* c, const KVCache* kv, int layer, int slot, int pos,
                               int g) {
@@ -568,7 +572,7 @@ static void attend(const Weights* w, const KVCache* kv, const Batch* b, int laye
     for (int p = 1; p < length; p++) max = s[p] > max ? s[p] : max;
     for (int p = length; p % KV_BLOCK; p++) s[p] = -INFINITY;  // the rest of the last block
     vec total = vec_set(0);
-    for (int p = 0; p < (length + KV_BLOCK - 1) / KV_BLOCK * KV_BLOCK; p += LANES) {
+    for (int p = 0; p < blocks_for(length) * KV_BLOCK; p += LANES) {
       vec e = vec_exp(vec_load(s + p) - max);
       vec_store(s + p, e);
       total += e;

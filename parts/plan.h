@@ -33,7 +33,7 @@ static Work plan_work(const Plan* p, int n, bool decode) {
 // allocations (plots/h200).
 static void plan_memory(const Plan* p, int batch, int length, SweepRow* row) {
   const Config* c = &p->config;
-  double blocks = (length + KV_BLOCK - 1) / KV_BLOCK, tokens = (double)batch * p->input_len;
+  double blocks = blocks_for(length), tokens = (double)batch * p->input_len;
   tokens = fmin(fmax(tokens, batch), p->step_tokens);
   row->mem_weights_mib = 2.0 * parameter_count(c) / MIB;
   row->mem_kv_mib = batch * blocks * KV_BLOCK * plan_kv_bytes(p) / MIB;

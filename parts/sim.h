@@ -161,15 +161,11 @@ static void sim_collect(Engine* e, Step* s) {
   sim_wait(e, s->end);
 }
 
-static void sim_logits(Engine* e, int rows, float* out) {
-  memset(out, 0, (size_t)rows * e->w->config.vocab_size * sizeof *out);
-}
-
 // clang-format off
 static const Backend sim_backend = {
     sim_open, sim_bandwidth, sim_rate,
     sim_used, sim_alloc, sim_free, sim_upload,
     1, 1, sizeof(f16), NULL,  // row_multiple, key_multiple, kv_size, slices
     sim_fill, sim_engine_open, sim_engine_close, sim_submit, sim_collect,
-    sim_clock, sim_wait, sim_logits};
+    sim_clock, sim_wait, NULL};  // there are no logits
 // clang-format on
