@@ -30,10 +30,10 @@
 //  1759  parts/plots.h      drawn by us, encoded by stb_image_write
 //  1760  parts/tokenizer.h  text to tokens and back
 //  1762  commands           a device, a model, defaults; bs sweep
-//  1953  parts/plan.h       bs plan and bs knee
-//  1955  streams            lengths and arrivals, drawn or from a trace
-//  1987  compare            one stream of requests through every policy
-//  2492  parts/generate.h   bs generate; then main
+//  1954  parts/plan.h       bs plan and bs knee
+//  1956  streams            lengths and arrivals, drawn or from a trace
+//  1988  compare            one stream of requests through every policy
+//  2502  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -1779,7 +1779,8 @@ static bool open_device(Session* s, const Options* o, char* err) {
   snprintf(err, ERR_LEN, "no CUDA in this build: it was made without nvcc");
   if (!cpu && cuda_backend && device_open(&s->device, cuda_backend, o->vram, err)) return true;
   if (cuda) return false;
-  if (!cpu) printf("device: the CPU, because there is %s\n", err);
+  FILE* to = o->command == CMD_GENERATE ? stderr : stdout;  // which is for texts alone
+  if (!cpu) fprintf(to, "device: the CPU, because there is %s\n", err);
   return device_open(&s->device, &cpu_backend, o->vram, err);
 }
 
@@ -2280,9 +2281,11 @@ static void measure_variance(Comparison* c) {
     free_requests(s.requests, s.n);
     if (p->static_tok_s <= 0 || p->continuous_tok_s <= 0) return;
     c->n_points++;
-    printf("outputs %-20s cv %4.2f: static %8.1f tok/s, continuous %8.1f: %.2fx (ideal %.2fx)\n",
-           p->name, p->cv, p->static_tok_s, p->continuous_tok_s,
-           p->continuous_tok_s / p->static_tok_s, p->ideal);
+    printf(
+        "outputs %-20s cv %4.2f: static %8.1f tok/s, continuous %8.1f: %.2fx (lengths alone: "
+        "%.2fx)\n",
+        p->name, p->cv, p->static_tok_s, p->continuous_tok_s, p->continuous_tok_s / p->static_tok_s,
+        p->ideal);
     fflush(stdout);
   }
 }
@@ -2293,15 +2296,20 @@ static int make_stream(Stream* s, const Config* c, const Options* o, char* err) 
   int n_prompts = 1;
   if (o->trace && !traced_stream(s, c, o, err)) return 1;
   if (!o->trace) drawn_stream(s, c, o, o->output);
+  bool sim = strncmp(o->device, "sim:", 4) == 0;  // which knows no text, and so not where it ends
+  if (o->prompts_file && sim)
+    return say(err, ERR_LEN, "--prompts needs a device that computes: %s does not", o->device), 2;
   if (o->prompts_file && !byte_level(c))
     return say(err, ERR_LEN, "--prompts: %s does not read and write bytes", c->name), 2;
   if (o->prompts_file && (n_prompts = read_prompts(o->prompts_file, prompts, err)) < 0) return 1;
-  if (byte_level(c) && !o->trace) give_text(s, prompts, n_prompts, (float)o->temperature);
+  if (byte_level(c) && !o->trace && !sim) give_text(s, prompts, n_prompts, (float)o->temperature);
   for (int i = 0; i < n_prompts && o->prompts_file; i++) free((void*)prompts[i]);
   measure_stream(s);
   int longest = s->longest_prompt + s->longest_new;
   if (!o->trace && longest > c->max_context)
-    return say(err, ERR_LEN, "a prompt of %d and an output of %d exceed %s's context of %d tokens",
+    return say(err, ERR_LEN,
+               "a prompt of %d and an output of %d exceed %s's context of %d tokens; @LONGEST caps "
+               "both",
                s->longest_prompt, s->longest_new, c->name, c->max_context),
            2;
   char arrivals[64] = "all at once";
@@ -2431,6 +2439,8 @@ static const char* no_variance(const Comparison* c) {
   if (o->trace) return "a trace has one spread of lengths";
   if (c->stream.text) return "text ends where it ends";
   if (o->kv_tokens > 0) return "the KV pool is limited";
+  bool limited = o->max_input_len || o->max_new_tokens || o->max_total_tokens || o->timeout_s > 0;
+  if (limited) return "limits decide who runs";
   return o->n_requests < o->max_batch ? "there are fewer requests than slots" : NULL;
 }
 

@@ -385,6 +385,7 @@ static void print_walk(FILE* f, const SweepReport* s) {
             stop ? stop_names[s->knee.rule] : "");
     if (ran) last = r;
   }
+  fprintf(f, "(growth: per doubling of the batch)\n");
 }
 
 // The same as options of the servers that readers will use, so that the result outlives bs. As

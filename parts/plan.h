@@ -114,18 +114,21 @@ static bool plan_open(Plan* p, const SimGpu* gpu, int cards, double vram, char* 
   int length = p->input_len + p->output_len;
   SweepRow one;
   int heads = p->config.n_heads;
-  plan_cards(p, gpu, p->fewest = 1, vram);
-  while (p->fewest < 1024 && (plan_fit(p, length) == 0 || heads % p->fewest != 0))
-    plan_cards(p, gpu, ++p->fewest, vram);
-  if (cards > 0) plan_cards(p, gpu, cards, vram);
+  for (p->fewest = 1; p->fewest <= heads; p->fewest++) {
+    plan_cards(p, gpu, p->fewest, vram);
+    if (heads % p->fewest == 0 && plan_fit(p, length) > 0) break;
+  }
+  bool enough = p->fewest <= heads;
+  plan_cards(p, gpu, cards > 0 ? cards : enough ? p->fewest : heads, vram);
   if (plan_fit(p, length) > 0) return true;
   plan_memory(p, 1, length, &one);
+  char needs[80] = "no number of cards that its heads divide among is enough";
+  if (enough) snprintf(needs, sizeof needs, "it needs --gpus %d", p->fewest);
   return say(err, ERR_LEN,
-             "%s does not fit %s: weights %.1f GiB, with one request %.1f GiB, and %g%% of %.1f "
-             "GiB may be used; it needs %s--gpus %d",
+             "%s does not fit %s: weights %.1f GiB, with one request and the framework %.1f GiB, "
+             "and %g%% of %.1f GiB may be used; %s",
              p->config.name, p->device.name, one.mem_weights_mib / 1024, one.mem_used_mib / 1024,
-             p->watermark_pct, one.mem_limit_mib / 1024, p->fewest < 1024 ? "" : "more than ",
-             p->fewest);
+             p->watermark_pct, one.mem_limit_mib / 1024, needs);
 }
 
 static void print_plan(FILE* f, const Plan* p) {

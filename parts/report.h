@@ -184,10 +184,10 @@ static void print_row(FILE* f, const SweepRow* r, KneeRules rules) {
     return;
   }
   snprintf(line, sizeof line,
-           "%5d%10.1f%11.1f%9.2f%9.2f%9.2f%9.2f%6d%8.0f%8.0f%6.1f%6.1f%6.1f%8.2f", r->batch,
-           r->output_tok_s, r->user_tok_s, r->ttft.p50, at_percentile(r->ttft, q), r->tpot.p50,
-           at_percentile(r->tpot, q), r->n_requests, r->step_us, r->roof_us, r->roof_pct,
-           r->mbu_pct, r->mfu_pct, r->mem_used_mib / 1024);
+           "%5d %9.1f %10.1f %8.2f %8.2f %8.2f %8.2f %5d %7.0f %7.0f %5.1f %5.1f %5.1f %7.2f",
+           r->batch, r->output_tok_s, r->user_tok_s, r->ttft.p50, at_percentile(r->ttft, q),
+           r->tpot.p50, at_percentile(r->tpot, q), r->n_requests, r->step_us, r->roof_us,
+           r->roof_pct, r->mbu_pct, r->mfu_pct, r->mem_used_mib / 1024);
   for (char* nan = line; (nan = strstr(nan, "nan")) != NULL;) memcpy(nan, "  -", 3);
   fprintf(f, "%s  %s\n", line, r->roof_us > 0 ? bound_names[r->bound] : "-");
 }

@@ -48,6 +48,9 @@ bad 'kv fp8 needs a GPU' $tiny --kv fp8
 bad 'kv fp8 needs a GPU' compare $tiny --kv fp8
 bad 'kv fp8 needs a GPU' generate $tiny --kv fp8 --prompt a
 bad 'do not divide among them' plan --device sim:h100 --model llama-2-70b --gpus 7
+run 1 'no number of cards' "$bs" plan --device sim:h100 --model llama-3-8b --vram 1G --out "$tmp/o"
+"$bs" generate --prompt a --json --output-len 2 2>/dev/null | head -n 1 | grep -q '^{"prompt"'
+ok "generate's output is texts alone" $?
 run 0 '4 suffice' "$bs" plan --device sim:4060-laptop --model llama-3-8b --kv fp8 --out "$tmp/o"
 bad 'divide the 32 query heads' plan --device sim:h100 --model llama-2-7b --kv-heads 1,5
 bad 'context of 4096' plan --device sim:h100 --model llama-2-7b --input-len 4000 --output-len 97
@@ -199,8 +202,8 @@ ok "plan's files" $?
 grep -q 'tensor-parallel-size 2' "$tmp/p/config.json"
 ok "plan's flags know the cards" $?
 run 1 'weights 128.5 GiB.*it needs --gpus 2' "$bs" plan --model llama-2-70b --device sim:h100 --gpus 1 --out "$tmp/p"
-run 1 'more than --gpus 1024' "$bs" plan --model llama-2-7b --device sim:h100 --vram 100M --out "$tmp/p"
-run 0 'Simulated: weights/tiny on mem=8G' "$bs" plan --model weights/tiny --device sim:mem=8G,bw=256e9,rate=40e12 --out "$tmp/p"
+run 1 'no number of cards' "$bs" plan --model llama-2-7b --device sim:h100 --vram 100M --out "$tmp/p"
+run 0 'Simulated: tiny on mem=8G' "$bs" plan --model weights/tiny --device sim:mem=8G,bw=256e9,rate=40e12 --out "$tmp/p"
 run 1 'config.json' "$bs" plan --model no-such-model --device sim:h100 --out "$tmp/p"
 run 0 '^       1  *16.0 ' "$bs" plan --model llama-2-7b --device sim:a100-80g --kv-heads 1,8,32 --out "$tmp/p"
 od -An -tx1 -N8 "$tmp/p/kv_heads.png" | grep -q '89 50 4e 47 0d 0a 1a 0a'

@@ -135,6 +135,11 @@ run 0 'outputs lognormal' timeout 60 "$bs" compare --device sim:h100 --model lla
 little="compare --device sim:mem=2.38G,bw=1e12,rate=1e14 --model llama-3.2-1b --max-batch 2 --requests 4 --input-len 100"
 run 0 'continuous *4 ' "$bs" $little --output-len 3000 --step-tokens 64 --policy continuous --max-new-tokens 100000 --out "$tmp/o"
 run 0 'up to 8000 at once, 8000 tokens a step' "$bs" $sim --requests 100 --max-batch 8000 --out "$tmp/o"
+"$bs" compare --device sim:h100 --model weights/tiny --requests 8 --out "$tmp/o" >"$tmp/out"
+[ "$(cell continuous n_tpot)" = 8 ]
+ok "a simulated device knows no text: lengths are given" $?
+bad 'needs a device that computes' compare --device sim:h100 --model weights/tiny --prompts "$tmp/prompts"
+run 0 'No variance.png: limits decide' "$bs" $sim --requests 40 --max-total-tokens 3000 --out "$tmp/o"
 bad 'prompts of its own' compare --trace "$tmp/trace" --prompts "$tmp/prompts"
 for zone in Z +00:00; do
   printf 'TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.5%s,12,3\n' $zone >"$tmp/trace"
