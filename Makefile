@@ -54,7 +54,7 @@ build/%-san: tests/%.c $(wildcard tests/*.h) $(SOURCES) | need-stb
 
 build/bs-san: $(SOURCES) | need-stb
 	@mkdir -p build
-	$(C) -O1 $(SANITIZE) -o $@ bs.cu -lm
+	$(C) -O2 $(SANITIZE) -o $@ bs.cu -lm
 
 test: $(PROGRAM) bs-cpu build/bs-san $(TESTS:%=build/%) $(TESTS:%=build/%-san)
 	tests/run.sh $(TESTS)
