@@ -23,17 +23,17 @@
 //  1362  weights            from a checkpoint to what the device wants
 //  1456  metrics            percentiles
 //  1490  knee               the walk that finds the working point
-//  1606  parts/interop.h    other tools' measurements and traces in, their options out
-//  1607  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1609  parts/options.h    one table for parser and --help
-//  1611  sweep              one row per batch size
-//  1759  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1760  parts/tokenizer.h  text to tokens and back
-//  1762  commands           a device, a model, defaults; bs sweep
-//  1954  parts/plan.h       bs plan and bs knee
-//  1956  streams            lengths and arrivals, drawn or from a trace
-//  1988  compare            one stream of requests through every policy
-//  2502  parts/generate.h   bs generate; then main
+//  1611  parts/interop.h    other tools' measurements and traces in, their options out
+//  1612  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1614  parts/options.h    one table for parser and --help
+//  1616  sweep              one row per batch size
+//  1764  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1765  parts/tokenizer.h  text to tokens and back
+//  1767  commands           a device, a model, defaults; bs sweep
+//  1959  parts/plan.h       bs plan and bs knee
+//  1961  streams            lengths and arrivals, drawn or from a trace
+//  1993  compare            one stream of requests through every policy
+//  2509  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -1579,18 +1579,23 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
 
 // A step's time if reading and multiplying took turns: MBU is the share of the step that its bytes
 // take at the ceiling, MFU the share that its FLOPs take. The roofline, where the two overlap
-// perfectly, is the larger one; a real step lies between that and this sum.
+// perfectly, is the larger one; our kernels are nearer to this sum.
 static double in_turn_us(const SweepRow* r) {
   return r->step_us * (r->mbu_pct + r->mfu_pct) / 100;
+}
+
+// The first row with a measured decode step; NULL: there is none.
+static const SweepRow* first_step(const SweepRow* rows, int n) {
+  for (int i = 0; i < n; i++)
+    if (rows[i].status == ROW_OK && rows[i].step_us > 0) return &rows[i];
+  return NULL;
 }
 
 // What a step takes beyond that, in us: launches, waits, host. Measured once, at the first row that
 // ran; NaN without one. The sum + this is the prediction for all others.
 static double step_overhead(const SweepRow* rows, int n) {
-  for (int i = 0; i < n; i++)
-    if (rows[i].status == ROW_OK && rows[i].step_us > 0)
-      return rows[i].step_us - in_turn_us(&rows[i]);
-  return NAN;
+  const SweepRow* first = first_step(rows, n);
+  return first ? first->step_us - in_turn_us(first) : NAN;
 }
 
 // The largest error of that prediction, in %.
@@ -2252,11 +2257,13 @@ static void measure_variance(Comparison* c) {
   static const char* const names[] = {"all %g", "uniform %g-%g", "uniform %g-%g", "exp %g",
                                       "lognormal %g, %g"};
   o.rate = 0;
-  int batch = c->limits.max_batch, most = batch < 8 ? 24 : 3 * batch;  // enough, in real time
+  // Whole batches only, and where they take real time not more than enough. The engine was opened
+  // for the stream's longest prompt, which the mean of a skewed distribution may exceed.
+  int batch = c->limits.max_batch, most = batch < 8 ? 24 : 3 * batch;
   bool simulated = c->session->device.api == &sim_backend;
   if (!simulated && o.n_requests > most) o.n_requests = most;
-  o.n_requests -= o.n_requests % batch;                                      // whole batches only
-  o.input.a = fmin(round(mean_length(&o.input)), c->stream.longest_prompt);  // the engine's longest
+  o.n_requests -= o.n_requests % batch;
+  o.input.a = fmin(round(mean_length(&o.input)), c->stream.longest_prompt);
   o.input.kind = DIST_FIXED;
   snprintf(c->variance_name, sizeof c->variance_name,
            "%d requests, prompt %.0f, outputs of mean %.0f, all at once", o.n_requests, o.input.a,

@@ -107,7 +107,7 @@ static const Option option_table[] = {
      "new tokens (CPU 32, GPU 128; compare: exp of it; generate 512)"},
     {"--repeats", "N", "", INT, AT(repeats), 1, 1000, CMD_SWEEP, "runs per batch (CPU 1, GPU 3)"},
     {"--step-tokens", "N", "", INT, AT(step_tokens), 1, 32768, CMD_ALL,
-     "most prompt tokens in a step (CPU 256, GPU 4096)"},
+     "most tokens in a step: decodes, then prompts (CPU 256, GPU 4096)"},
     {"--seed", "N", "0", INT, AT(seed), 0, 2e9, CMD_RUN, "of random weights, prompts, sampling"},
     {"\nWhat if", "", "", HEADING, 0, 0, 0, CMD_PLAN, ""},
     {"--kv-heads", "1,8,...", "", LIST, AT(n_kv_heads), 1, 1024, CMD_PLAN,

@@ -214,8 +214,7 @@ static void print_knee(FILE* f, const SweepReport* s) {
 static void print_prediction(FILE* f, const SweepReport* s) {
   double overhead = step_overhead(s->rows, s->n_rows);
   if (s->simulated || isnan(overhead)) return;
-  const SweepRow* first = s->rows;
-  while (!(first->step_us > 0)) first++;
+  const SweepRow* first = first_step(s->rows, s->n_rows);
   fprintf(
       f,
       "Prediction: reading, then multiplying, %+.0f us (batch %d's overhead) is within %.0f%% of "
