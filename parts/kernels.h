@@ -794,6 +794,11 @@ __device__ static inline void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
+// Makes what ordinary stores wrote to shared memory visible to wgmma; before a barrier.
+__device__ static inline void wgmma_publish() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 __device__ static inline void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
@@ -816,6 +821,8 @@ __device__ static inline void wgmma_end() {
 }
 template <int PENDING>
 __device__ static inline void wgmma_wait() {
+}
+__device__ static inline void wgmma_publish() {
 }
 #endif
 
@@ -1717,6 +1724,34 @@ __global__ void probe_mma_kernel(float* out, int rounds) {
   if (sum == 12345.0f) *out = sum;
 }
 
+// The same with wgmma, whose 128 B columns come from shared memory. Two warpgroups an SM and two
+// accumulators each, with a group of products always under way: the matrix units never wait.
+enum { WGMMAS = 8, WGMMA_TOKENS = 128, WARPGROUP = 4 * WARP };
+
+__global__ void __launch_bounds__(2 * WARPGROUP) probe_wgmma_kernel(float* out, int rounds) {
+  __shared__ uint4 b[2 * WGMMA_TOKENS];  // k's 0 to 7, then 8 to 15
+  float d[2][WGMMA_TOKENS / 8][4] = {};
+  uint32_t one = 0x3c003c00u ^ (threadIdx.x * 0x00110013u & 0x03ff03ff);  // as above
+  uint4 a = make_uint4(one, one ^ 0x8000, one ^ 0x80000000u, one);
+  b[threadIdx.x] = make_uint4(one ^ 0x8000, one, one ^ 0x80000000u, one);
+  wgmma_publish();
+  __syncthreads();
+#pragma unroll 1
+  for (int i = 0; i < rounds; i++) {
+    wgmma_start();
+#pragma unroll
+    for (int j = 0; j < WGMMAS; j++) wgmma<WGMMA_TOKENS>(d[j % 2], a, b);
+    wgmma_end();
+    wgmma_wait<1>();
+  }
+  wgmma_wait<0>();
+  float sum = 0;
+  for (int j = 0; j < WGMMA_TOKENS / 8; j++)
+    for (int e = 0; e < 4; e++) sum += d[0][j][e] + d[1][j][e];
+  if (sum == 12345.0f) out[1] = sum;
+  if (threadIdx.x == 0) out[0] = HAVE_WGMMA;  // which the host cannot know
+}
+
 // Best of a few runs of a probe, in seconds.
 template <typename F>
 static double best_time(F run) {
@@ -1753,13 +1788,28 @@ static double gpu_probe_bandwidth(const Device* d) {
   return (double)bytes / seconds;
 }
 
+static double probe_mma_rate(const Device* d, float* p) {
+  const int rounds = 20000, blocks = d->sms * 2, warps = 8;
+  double seconds = best_time([&] { probe_mma_kernel<<<blocks, warps * WARP>>>(p, rounds); });
+  return 2.0 * 16 * 8 * 16 * 8 * rounds * blocks * warps / seconds;
+}
+
+// 0 where the device, or the code built for it, has no wgmma.
+static double probe_wgmma_rate(const Device* d, float* p) {
+  const int rounds = 5000;
+  float have_wgmma;
+  double seconds = best_time([&] { probe_wgmma_kernel<<<d->sms, 2 * WARPGROUP>>>(p, rounds); });
+  CUDA_CHECK(cudaMemcpy(&have_wgmma, p, sizeof have_wgmma, cudaMemcpyDeviceToHost));
+  return have_wgmma * 2.0 * 64 * WGMMA_TOKENS * 16 * WGMMAS * rounds * d->sms * 2 / seconds;
+}
+
+// What the kernels below multiply with, see multiply_tile: the faster of the two.
 static double gpu_probe_rate(const Device* d) {
   float* p = (float*)gpu_alloc(256);
   if (!p) die("no memory to probe %s with", d->name);
-  const int rounds = 20000, blocks = d->sms * 2, warps = 8;
-  double seconds = best_time([&] { probe_mma_kernel<<<blocks, warps * WARP>>>(p, rounds); });
+  double rate = fmax(probe_mma_rate(d, p), probe_wgmma_rate(d, p));
   gpu_free(p);
-  return 2.0 * 16 * 8 * 16 * 8 * rounds * blocks * warps / seconds;
+  return rate;
 }
 
 static bool gpu_open(Device* d, char* err) {
