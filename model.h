@@ -229,8 +229,8 @@ static const Config* find_preset(const char* name) {
 typedef struct {
   f16* w;
   int n, k;
-  int slices;  // GPU: K is summed in this many pieces, in order; depends on (n, k) alone (see
-               // kernels)
+  int slices;  // GPU: K is summed in this many pieces, added in a fixed order; depends on (n, k)
+               // alone (see kernels)
 } Matrix;
 
 // Where row r of a stored tensor goes in a matrix. Rows whose results are combined in pairs, i with

@@ -302,27 +302,36 @@ __device__ static inline void norm4(half2 to[2], float4 x, float scale, float4 w
   to[1] = __floats2half2_rn(x.z * scale * w.z, x.w * scale * w.w);
 }
 
-typedef struct {  // a linear layer's result whose k slices may still be apart: [slices, T, n], see
+typedef struct {  // a linear layer's result whose k slices may still be apart: [parts, T, n], see
                   // "Linear layers"
   const float* y;
-  int slices;     // 0 = there is no such result
-  size_t stride;  // floats from one slice to the next
+  int parts;      // 0 = there is no such result
+  bool pairs;     // a part is the sum of two slices
+  size_t stride;  // floats from one part to the next
 } Unsummed;
 
-// Element i (of type V) of the result: the slices added in index order, all loads first.
+// Element i (of type V) of the result: the slices of each pair added, then the pairs in index
+// order. All loads first.
 template <typename V>
 __device__ static inline V sum_slices(Unsummed u, size_t i) {
   V part[MAX_SLICES], sum = ((const V*)u.y)[i];
 #pragma unroll
-  for (int s = 1; s < MAX_SLICES; s++)
-    if (s < u.slices) part[s] = ((const V*)(u.y + s * u.stride))[i];
+  for (int p = 1; p < MAX_SLICES; p++)
+    if (p < u.parts) part[p] = ((const V*)(u.y + p * u.stride))[i];
+  if (u.pairs) {
 #pragma unroll
-  for (int s = 1; s < MAX_SLICES; s++)
-    if (s < u.slices) sum = add(sum, part[s]);
+    for (int p = 1; p < MAX_SLICES / 2; p++)
+      if (p < u.parts) sum = add(sum, part[p]);
+    return sum;
+  }
+  if (u.parts > 1) sum = add(sum, part[1]);
+#pragma unroll
+  for (int s = 2; s < MAX_SLICES; s += 2)
+    if (s < u.parts) sum = add(sum, add(part[s], part[s + 1]));
   return sum;
 }
 
-// x[T, D] += the slices of a linear layer's result, in order; normed[R, D] = RMSNorm(x) * weight,
+// x[T, D] += a linear layer's result, see sum_slices; normed[R, D] = RMSNorm(x) * weight,
 // as fp16. One block per output row; row[r] names the token (NULL: all of them). Must move 4 bytes
 // an element for each slice and 10 for x and normed. PRECONDITION: D is a multiple of 4, at most
 // 8,192. Twin: rms_norm.
@@ -340,7 +349,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
     int at = i * NORM_THREADS + threadIdx.x;
     if (at >= dim / 4) break;
     v[i] = xt[at];  // stores come below: here they would hold up the next loads
-    if (y.slices) v[i] = add(v[i], sum_slices<float4>(y, (size_t)t * dim / 4 + at));
+    if (y.parts) v[i] = add(v[i], sum_slices<float4>(y, (size_t)t * dim / 4 + at));
     sum[0] += square4(v[i]);
   }
   block_sums<1>(sum);
@@ -349,7 +358,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
   for (int i = 0; i < MOST; i++) {
     int at = i * NORM_THREADS + threadIdx.x;
     if (at >= dim / 4) break;
-    if (y.slices) xt[at] = v[i];
+    if (y.parts) xt[at] = v[i];
     half2 h[2];
     norm4(h, v[i], scale, ((const float4*)weight)[at]);
     for (int j = 0; j < 2; j++)
@@ -501,10 +510,11 @@ static void rope(const Gpu* g, int n_tokens, QkvTarget to, Unsummed qkv) {
 // ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, a ladder of four rungs.
 //
 // Identical answers at every batch size need one summation order. For a matrix (n, k) it is: K is
-// cut into `slices`, chosen from (n, k) alone; inside a slice one chain of mmas, k ascending; the
-// slices are added in index order. How tokens and rows are spread over warps and blocks cannot
-// change a bit. The tile kernel may leave the slices unsummed in y[slices, T, n] when that gives
-// the machine enough blocks; the kernel that reads y next adds them in the same order.
+// cut into `slices`, 1, 2, 4 or 8, chosen from (n, k) alone; inside a slice one chain of mmas, k
+// ascending; slices are added in pairs, and the pairs in index order: ((s0 + s1) + (s2 + s3)) + ...
+// How tokens and rows are spread over warps and blocks cannot change a bit. The tile kernel may
+// leave slices or pairs unsummed in y[parts, T, n] when that gives the machine enough blocks; the
+// kernel that reads y next adds them in the same order.
 
 typedef enum {
   OUT_FLOAT,     // y[T, n], fp32
@@ -674,8 +684,10 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
     for (int i = 0; i < 4; i++) partial[warp][i * WARP + lane] = d[i];
     __syncthreads();
     if (slice > 0) return;
-    for (int s = 1; s < m.slices; s++)
-      for (int i = 0; i < 4; i++) d[i] += partial[warp + s][i * WARP + lane];
+    for (int i = 0; i < 4; i++) d[i] += partial[warp + 1][i * WARP + lane];
+    for (int s = 2; s < m.slices; s += 2)
+      for (int i = 0; i < 4; i++)
+        d[i] += partial[warp + s][i * WARP + lane] + partial[warp + s + 1][i * WARP + lane];
   }
   store_tile<MODE>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, m.n, n_tokens);
 }
@@ -710,10 +722,10 @@ static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix*
 // Both instructions gave the same bits for 8 million sums of four kinds of numbers; the tests
 // compare them, since up to 32 tokens it is mma.sync.
 //
-// SLICED keeps two sums, of the slice and of all before it.
 // Must move 2 n k bytes for every TOKENS tokens, 2 k for each token and 128 rows, 4 n a token
 // (SwiGLU: n). blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together),
-// y = 128 rows, z = one slice (gridDim.z == slices) or all of them in order (gridDim.z == 1).
+// y = 128 rows, z = one slice (gridDim.z == slices), a pair (slices / 2) or all (1). SLICED, for
+// more than one slice, keeps three sums: of the slice, of the pair and of all pairs before it.
 enum {
   STAGE_TILES = 2,                                 // k tiles of a stage
   STAGE_WEIGHTS = BLOCK_TILES * STAGE_TILES * 64,  // in 16 bytes: [2 k tiles][8 row tiles][1 KB]
@@ -723,11 +735,12 @@ __host__ __device__ constexpr int stage_size(int tokens) {  // in 16 bytes
   return STAGE_WEIGHTS + STAGE_TILES * 4 * tokens;
 }
 
-// Walks k, in tiles of 32, over the slices that a block owns: one, or if SLICED all. A stage never
-// crosses a slice's end.
+// Walks k, in tiles of 32, over the slices that a block owns: one, or if SLICED several. A stage
+// never crosses a slice's end.
 typedef struct {
-  int at, end, slice;  // at, end: k tiles
-  int slot, parity;    // of the ring: where the stage lies, how often it went round
+  int at, end;       // k tiles
+  int slice, last;   // the slice they are of; the block's last one
+  int slot, parity;  // of the ring: where the stage lies, how often it went round
 } KWalk;
 
 template <int STAGES, bool SLICED>
@@ -737,7 +750,7 @@ __device__ static inline void walk_next(KWalk* w, Matrix m) {
     w->parity ^= 1;
   }
   w->at += STAGE_TILES;
-  if (!SLICED || w->at < w->end || w->slice == m.slices - 1) return;
+  if (!SLICED || w->at < w->end || w->slice == w->last) return;
   w->slice++;
   w->at = w->end;
   w->end = slice_start(m, w->slice + 1);
@@ -826,15 +839,15 @@ __device__ static inline void wgmma_publish() {
 }
 #endif
 
-// Warps beyond the 8 that multiply, see ring_fill. For 256 tokens a whole warpgroup, because only
-// warpgroups can give each other registers.
+// Warps beyond the 8 that multiply, see ring_fill. Where these need more than 168 registers a
+// thread it is a whole warpgroup, because only warpgroups can give each other registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-__device__ constexpr int fill_warps(int) {
+__device__ constexpr int fill_warps(int, bool) {
   return 0;
 }
 #else
-__host__ __device__ constexpr int fill_warps(int tokens) {
-  return tokens == 256 ? 4 : 1;
+__host__ __device__ constexpr int fill_warps(int tokens, bool sliced) {
+  return tokens * (sliced ? 3 : 1) >= 256 ? 4 : 1;
 }
 #endif
 
@@ -905,10 +918,10 @@ __device__ static bool ring_fill(Ring* r) {
   }
   __syncthreads();
   if (threadIdx.x < BLOCK_TILES * WARP) {
-    if (fill_warps(TOKENS) == 4) more_registers();
+    if (fill_warps(TOKENS, SLICED) == 4) more_registers();
     return false;
   }
-  if (fill_warps(TOKENS) == 4) fewer_registers();
+  if (fill_warps(TOKENS, SLICED) == 4) fewer_registers();
   if (threadIdx.x > BLOCK_TILES * WARP) return true;
   KWalk early = r->load;
   for (int i = 0; i < STAGES; i++) {
@@ -1054,16 +1067,29 @@ __device__ static inline void store_floats(float* out, const float d[][4], int r
         y[(size_t)(j % 2) * n + j / 2 * 8] = d[i][j];
 }
 
+// A slice's sums d are complete. second: of its pair.
+template <int N>
+__device__ static inline void end_slice(float d[N][4], float pair[N][4], float total[N][4],
+                                        bool second) {
+#pragma unroll
+  for (int i = 0; i < N * 4; i++) {
+    float *sum = &d[i / 4][i % 4], *first = &pair[i / 4][i % 4];
+    if (second) total[i / 4][i % 4] += *first + *sum;
+    if (!second) *first = *sum;
+    *sum = 0;
+  }
+}
+
 template <Output MODE, bool SLICED, int TOKENS, int STAGES>
-__global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
+__global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS, SLICED)) * WARP,
                                   TOKENS*(SLICED ? 2 : 1) > 64 ? 1 : 2)
     matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
   constexpr int NT = TOKENS / 8, GROUP = token_group(TOKENS);
   extern __shared__ uint4 shared[];
   __shared__ uint64_t full[STAGES], empty[STAGES];
   int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * BLOCK_TILES, group = m.k / 8 * GROUP;
-  int slice = gridDim.z > 1 ? blockIdx.z : 0, warp = threadIdx.x / WARP;
-  KWalk use = {slice_start(m, slice), slice_start(m, slice + 1), slice, 0, 0};
+  int slices = m.slices / gridDim.z, slice = blockIdx.z * slices, warp = threadIdx.x / WARP;
+  KWalk use = {slice_start(m, slice), slice_start(m, slice + 1), slice, slice + slices - 1, 0, 0};
   Ring ring = {m,
                (const uint4*)m.w + (size_t)row_tile0 * (m.k / TILE_K) * 64,
                (const uint4*)x + (size_t)(token0 / GROUP) * group,
@@ -1075,7 +1101,7 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
                empty};
   if (ring_fill<TOKENS, STAGES, SLICED>(&ring)) return;
   wait_for_previous();
-  float d[NT][4] = {}, total[SLICED ? NT : 1][4] = {};
+  float d[NT][4] = {}, pair[SLICED ? NT : 1][4] = {}, total[SLICED ? NT : 1][4] = {};
   const int lane_at = warp * 64 + threadIdx.x % WARP, SECOND = BLOCK_TILES * 64;
   int used = -1;  // the slot whose products may be the last under way
   ring_wait<STAGES>(&ring, &use);
@@ -1084,6 +1110,7 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
 #pragma unroll 1
   while (true) {  // one k tile is multiplied while the next one's weights come to registers
     bool both = walk_tiles(&use) == STAGE_TILES, complete = use.at + STAGE_TILES >= use.end;
+    bool second = use.slice % 2;
     multiply_tile<TOKENS>(d, a, stage + STAGE_WEIGHTS);
     wgmma_wait<1>();
     if (used >= 0) ring_release<TOKENS, STAGES, SLICED>(&ring, used);
@@ -1095,11 +1122,7 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
     walk_next<STAGES, SLICED>(&use, m);
     if (SLICED && complete) {
       wgmma_wait<0>();
-#pragma unroll
-      for (int i = 0; i < (SLICED ? NT * 4 : 0); i++) {
-        total[SLICED ? i / 4 : 0][i % 4] += d[i / 4][i % 4];
-        d[i / 4][i % 4] = 0;
-      }
+      end_slice<SLICED ? NT : 1>(d, pair, total, second);
     }
     if (walk_tiles(&use) <= 0) break;
     ring_wait<STAGES>(&ring, &use);
@@ -1111,7 +1134,7 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS)) * WARP,
     store_swiglu<TOKENS>((half*)out + (size_t)token0 * (m.n / 2), shared, d, row_tile0 * TILE_ROWS,
                          m.n, n_tokens - token0);
   } else {
-    size_t first = ((gridDim.z > 1 ? (size_t)slice * n_tokens : 0) + token0) * m.n;
+    size_t first = ((size_t)blockIdx.z * n_tokens + token0) * m.n;
     store_floats<TOKENS>((float*)out + first, SLICED ? total : d, (row_tile0 + warp) * TILE_ROWS,
                          m.n, n_tokens - token0);
   }
@@ -1127,12 +1150,13 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     (int)(STAGES * stage_bytes)));
   configured = true;
-  // A slice may be shorter than the ring; the rest is left to the kernels before and after.
-  int stages = ceil_div(ceil_div(m->k / TILE_K, m->slices), STAGE_TILES);
+  // A block's slices may be shorter than the ring; the rest is left to the kernels before and
+  // after.
+  int stages = m->slices / z * ceil_div(ceil_div(m->k / TILE_K, m->slices), STAGE_TILES);
   size_t shared = (z > 1 && stages < STAGES ? stages : STAGES) * stage_bytes;
   dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
-  int warps =
-      BLOCK_TILES + (g->device->dependent_launch ? fill_warps(TOKENS) : 0);  // see ring_fill
+  int warps = BLOCK_TILES +
+              (g->device->dependent_launch ? fill_warps(TOKENS, SLICED) : 0);  // see ring_fill
   launch(g, kernel, grid, warps * WARP, shared, out, x, *m, n_tokens);
 }
 
@@ -1169,10 +1193,24 @@ static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m
   run(g, out, x, m, n_tokens, z);
 }
 
-// Blocks of the third grid dimension: one per slice when a block per 128 rows and 128 tokens would
-// leave multiprocessors idle.
-static int tile_slices(const Device* d, const Matrix* m, int n_tokens) {
-  return ceil_div(m->n, 128) * ceil_div(n_tokens, 128) < d->sms ? m->slices : 1;
+// In how many parts the tile kernel leaves a result, and so how many blocks share k: one when a
+// block per 128 rows and 128 tokens leaves no multiprocessor idle, else a slice each or a pair.
+// Pairs halve what is written here and read by the next kernel, so beyond 64 tokens they are taken
+// where their products take no longer. In turns of the machine x slices x tiles of 128 tokens, for
+// llama-3.2-1b on 132 multiprocessors: 128 tokens, qkv: 192 slices 2 x 1, 96 pairs 1 x 2: pairs; o
+// and down: 128 slices 1 x 1, 64 pairs 1 x 2: slices. 256 tokens, qkv: 192 slices 2 x 2, 192 pairs
+// 2 x 2; o and down: 128 slices 1 x 2, 128 pairs 1 x 2: pairs. 2,048 tokens: all of k.
+static int tile_parts(const Device* d, const Matrix* m, int n_tokens) {
+  int rows = ceil_div(m->n, BLOCK_ROWS), blocks = rows * ceil_div(n_tokens, 128);
+  if (m->slices == 1 || blocks >= d->sms) return 1;
+  bool wide = n_tokens > 128 && d->shared_bytes >= 200 * 1024;  // slices take 256 tokens a block
+  int tile = wide ? 256 : 128, alone = rows * ceil_div(n_tokens, tile) * m->slices,
+      pairs = blocks * m->slices / 2;
+  bool as_fast = ceil_div(pairs, d->sms) * 2 <= ceil_div(alone, d->sms) * (tile / 128);
+  // A tile of 128 tokens reads a third more per product than one of 256: beyond about 1,024 k's a
+  // slice that takes longer than the sum that need not be written and read.
+  if (wide && m->k / m->slices > 1024) as_fast = false;
+  return n_tokens > 64 && as_fast ? m->slices / 2 : m->slices;
 }
 
 // In how many pieces k is summed: enough warps for a large GPU when one warp takes 16 rows, at
@@ -1185,7 +1223,7 @@ static int matrix_slices(int n, int k) {
   return slices;
 }
 
-// out = x . w^T, perhaps in unsummed slices.
+// out = x . w^T, perhaps in unsummed parts.
 template <Output MODE>
 static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens) {
   int outputs = MODE == OUT_SWIGLU ? m->n / 2 : m->n, z = 1;
@@ -1199,10 +1237,10 @@ static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, 
   } else if (n_tokens <= SKINNY_TOKENS) {
     matmul_skinny<MODE, false>(g, out, in, m, n_tokens, 0);
   } else {
-    z = tile_slices(g->device, m, n_tokens);
+    z = tile_parts(g->device, m, n_tokens);
     launch_tiles<MODE>(g, out, x, m, n_tokens, z);
   }
-  Unsummed u = {(const float*)out, z, (size_t)n_tokens * m->n};
+  Unsummed u = {(const float*)out, z, z < m->slices, (size_t)n_tokens * m->n};
   return u;
 }
 
@@ -1457,7 +1495,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
   wait_for_previous();
   if (slot < 0 || split >= end) return;
   const half* q = to.q + ((size_t)first * kv.heads + head0) * KD;
-  if (sizeof(N) > 1 && qkv.slices > 0) {  // fp8: rope_fp8_kernel has done it
+  if (sizeof(N) > 1 && qkv.parts > 0) {  // fp8: rope_fp8_kernel has done it
     q = q_shared;  // which store_qkv will meet where it looks for this token and head:
     to.q = q_shared - ((size_t)first * kv.heads + head0) * KD;
     rotate_and_store<K>(&to, qkv, first, head0, heads, g, end == n_splits);
@@ -1849,7 +1887,7 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
   const Gpu* g = e->gpu;
   QkvTarget qkv = g->qkv;
   int shares = attention_shares(g->device, &qkv, runs, splits);
-  Unsummed none = {NULL, 0, 0}, whole = {g->y, 1, 0}, y = none;
+  Unsummed none = {NULL, 0, false, 0}, whole = {g->y, 1, false, 0}, y = none;
   bool few = g->matmul == MATMUL_MMA && T <= SKINNY_TOKENS &&
              (size_t)T * c->dim * sizeof(half) + 8192 <= (size_t)g->device->shared_bytes;
   SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0},
@@ -2039,13 +2077,11 @@ static bool gpu_work_alloc(Engine* e) {
   size_t T = e->size.max_tokens, R = graph_size(e->size.max_slots), y = 0, split_rows;
   size_t padded = ((T > R ? T : R) + TOKEN_GROUP - 1) / TOKEN_GROUP * TOKEN_GROUP;
   const Matrix* unsummed[] = {&l->qkv, &l->o, &l->down};
-  for (int i = 0; i < 3;
-       i++) {  // most floats in y: all tokens summed, or as many as tile_slices leaves in slices
-    const Matrix* m = unsummed[i];
-    size_t sliced = (size_t)g->device->sms * 128 * 128 * m->slices;
-    if (sliced > T * m->n * m->slices) sliced = T * m->n * m->slices;
-    y = sliced > y ? sliced : y;
-    y = T * m->n > y ? T * m->n : y;
+  for (size_t i = 0; i < 3 * T; i++) {  // most floats in y, over every number of tokens
+    const Matrix* m = unsummed[i % 3];
+    int t = (int)(i / 3) + 1, parts = t > SKINNY_TOKENS ? tile_parts(g->device, m, t) : 1;
+    size_t floats = (size_t)t * m->n * parts;
+    y = floats > y ? floats : y;
   }
   split_rows =
       2 * g->device->sms / c->n_kv_heads + 1;  // runs that attention splits: see gpu_submit

@@ -70,7 +70,12 @@ static void free_case(Case* c) {
   free(c->host_x);
 }
 
-// Runs one rung on tokens from x0 on; result [T, outputs] as floats, slices summed in order.
+__global__ void sum_kernel(float* sums, Unsummed y, int n) {
+  int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) sums[i] = sum_slices<float>(y, i);
+}
+
+// Runs one rung on tokens from x0 on; result [T, outputs] as floats, its parts summed.
 static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, float* result) {
   Gpu g;
   memset(&g, 0, sizeof g);
@@ -96,24 +101,23 @@ static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, f
     x = tiles;
   }
   free(host_tiles);
-  int slices = (mode == OUT_SWIGLU ? matmul<OUT_SWIGLU>(&g, out, x, &m, T)
-                                   : matmul<OUT_FLOAT>(&g, out, x, &m, T))
-                   .slices;
+  Unsummed y = mode == OUT_SWIGLU ? matmul<OUT_SWIGLU>(&g, out, x, &m, T)
+                                  : matmul<OUT_FLOAT>(&g, out, x, &m, T);
+  float* sums;
+  CUDA_CHECK(cudaMalloc(&sums, (size_t)T * outputs * sizeof(float)));
+  if (mode == OUT_FLOAT) sum_kernel<<<ceil_div(T * outputs, 256), 256>>>(sums, y, T * outputs);
   char* host = (char*)xcalloc(size, 1);
   CUDA_CHECK(cudaDeviceSynchronize());
   CUDA_CHECK(cudaMemcpy(host, out, size, cudaMemcpyDeviceToHost));
-  for (int i = 0; i < T * outputs; i++) {
-    if (mode == OUT_SWIGLU) {
-      size_t at = activation_group(&g, T)
-                      ? activation_index(i / outputs, i % outputs, outputs, activation_group(&g, T))
-                      : i;
-      result[i] = __half2float(((half*)host)[at]);
-      continue;
-    }
-    result[i] = ((float*)host)[i];
-    for (int s = 1; s < slices; s++) result[i] += ((float*)host)[(size_t)s * T * outputs + i];
+  if (mode == OUT_FLOAT)
+    CUDA_CHECK(cudaMemcpy(result, sums, (size_t)T * outputs * 4, cudaMemcpyDeviceToHost));
+  for (int i = 0; i < T * outputs && mode == OUT_SWIGLU; i++) {
+    int group = activation_group(&g, T);
+    size_t at = group ? activation_index(i / outputs, i % outputs, outputs, group) : i;
+    result[i] = __half2float(((half*)host)[at]);
   }
   cudaFree(out);
+  cudaFree(sums);
   cudaFree(tiles);
   free(host);
 }
