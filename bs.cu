@@ -194,7 +194,7 @@ typedef struct {
   double (*clock)(Engine* e);             // seconds; a simulated device has a clock of its own
   void (*wait)(Engine* e, double until);  // on that clock; may return early
   void (*logits)(Engine* e, int rows,
-                 float* out);  // [R, V] of the last step: for tests and the curious
+                 float* out);  // [R, V] of the last step, if it read a prompt: for tests
 } Backend;
 // ---- Platform shim: a device, its memory by purpose (article 1, section 2) and its ceilings.
 

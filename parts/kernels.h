@@ -191,6 +191,12 @@ typedef struct {  // per slot
   float* temperature;
 } DeviceSampler;
 
+typedef struct {    // where logits go
+  Candidate* best;  // [R, pieces] the best token of each piece of the vocabulary
+  DeviceBatch batch;
+  DeviceSampler sampler;
+} SampleTarget;
+
 // BATCH_INTS: ints a token has in the lists: a run (4), id, pos, slot, row.
 enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };
 
@@ -207,9 +213,8 @@ typedef struct Gpu {
   float *x, *y, *logits, *partial;  // [T, D], linear layers' results, [R, V], attention splits
   half *normed, *att, *hidden;      // [T, D], [T, H K], [T, F]
   int* arrived;                     // attention: blocks of a run that are done
-  Candidate* best;                  // [R, 32]
   QkvTarget qkv;                    // q, the cache, the token list
-  DeviceSampler sampler;
+  SampleTarget sample;
   int *staging,
       *sampled;         // pinned, a part per step in flight: what goes up, what comes back [slots]
   size_t staging_ints;  // one part of staging: token lists, block table, sampler
@@ -507,6 +512,55 @@ static void rope(const Gpu* g, int n_tokens, QkvTarget to, Unsummed qkv) {
   }
 }
 
+// ---- What becomes of logits: sampling on the device, so that a decode step never waits for the
+// host. Greedy is the
+// largest logit; temperature > 0 adds Gumbel noise to logit / temperature, whose largest element is
+// a sample of the softmax (Gumbel-max trick). The noise is a hash of (request's seed, position,
+// token), so a request draws the same text wherever and whenever it runs.
+
+__device__ static inline Candidate better(Candidate a, Candidate b) {
+  bool take_b = b.score > a.score || (b.score == a.score && b.token < a.token);
+  return take_b ? b : a;
+}
+
+__device__ static inline Candidate warp_best(Candidate c) {
+  for (int offset = 16; offset > 0; offset /= 2) {
+    Candidate other = {__shfl_xor_sync(~0u, c.token, offset),
+                       __shfl_xor_sync(~0u, c.score, offset)};
+    c = better(c, other);
+  }
+  return c;
+}
+
+enum { SAMPLE_THREADS = 256 };
+
+// The best of a block's candidates; thread 0 gets it.
+__device__ static inline Candidate block_best(Candidate c) {
+  __shared__ Candidate warps[SAMPLE_THREADS / WARP];
+  c = warp_best(c);
+  if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = c;
+  __syncthreads();
+  for (int i = 0; i < SAMPLE_THREADS / WARP; i++) c = better(c, warps[i]);
+  return c;
+}
+
+typedef struct {  // how a row of logits is read
+  bool wanted;    // not padding
+  float temperature;
+  uint32_t seed;  // of this position
+} Draw;
+
+__device__ static inline Draw row_draw(const SampleTarget* to, int r) {
+  int t = to->batch.row[r], slot = to->batch.slot[t];
+  if (slot < 0) return {false, 0, 0};
+  uint32_t seed = hash32(to->sampler.seed[slot] ^ hash32(to->batch.pos[t]));
+  return {true, to->sampler.temperature[slot], seed};
+}
+
+__device__ static inline Candidate candidate(Draw d, float logit, int token) {
+  return {token, d.temperature > 0 ? gumbel_score(logit, d.temperature, d.seed, token) : logit};
+}
+
 // ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, a ladder of four rungs.
 //
 // Identical answers at every batch size need one summation order. For a matrix (n, k) it is: K is
@@ -521,6 +575,7 @@ typedef enum {
   OUT_SWIGLU,    // hidden[T, n/2] = silu(gate) * up, fp16
   OUT_RESIDUAL,  // x[T, n] += y, fp32 (few tokens only)
   OUT_QKV,       // see store_qkv (few tokens only)
+  OUT_BEST,      // see store_best (many tokens only)
 } Output;
 
 __device__ static inline int slice_start(Matrix m, int slice) {
@@ -1067,6 +1122,41 @@ __device__ static inline void store_floats(float* out, const float d[][4], int r
         y[(size_t)(j % 2) * n + j / 2 * 8] = d[i][j];
 }
 
+// A block's 128 rows x TOKENS of logits become the best of them for each token, in one of the
+// vocabulary's pieces of 128. Through shared memory, [128][WIDTH] so that neither a warp's stores
+// nor its loads meet in a bank; SHARES threads a token.
+template <int TOKENS>
+__device__ static inline void store_best(const SampleTarget* to, float* shared, const float d[][4],
+                                         int row0, int n, int token0, int n_tokens) {
+  constexpr int WIDTH = TOKENS + 8, AT_ONCE = 8, SHARES = BLOCK_TILES * WARP / TOKENS;
+  int lane = threadIdx.x % WARP, token = threadIdx.x % TOKENS, r = token0 + token;
+  float* mine = shared + (threadIdx.x / WARP * TILE_ROWS + lane / 4) * WIDTH + lane % 4 * 2;
+  Candidate c = {0, -INFINITY}, *found = (Candidate*)(shared + BLOCK_ROWS * WIDTH);
+  Draw draw = {false, 0, 0};
+  if (r < n_tokens) draw = row_draw(to, r);
+  sync_multipliers();  // all have used the last stages
+#pragma unroll
+  for (int i = 0; i < TOKENS / 8; i++)
+    for (int j = 0; j < 2; j++)
+      *(float2*)(mine + j * 8 * WIDTH + i * 8) = make_float2(d[i][j * 2], d[i][j * 2 + 1]);
+  sync_multipliers();
+  for (int i = threadIdx.x / TOKENS; i < BLOCK_ROWS && draw.wanted; i += AT_ONCE * SHARES) {
+    float logit[AT_ONCE];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) logit[j] = shared[(i + j * SHARES) * WIDTH + token];
+#pragma unroll
+    for (int j = 0; j < AT_ONCE; j++) {
+      int v = row0 + i + j * SHARES;
+      if (v < n) c = better(c, candidate(draw, logit[j], v));
+    }
+  }
+  found[threadIdx.x] = c;
+  sync_multipliers();
+  if (threadIdx.x >= TOKENS || !draw.wanted) return;
+  for (int i = 1; i < SHARES; i++) c = better(c, found[token + i * TOKENS]);
+  to->best[(size_t)r * gridDim.y + blockIdx.y] = c;
+}
+
 // A slice's sums d are complete. second: of its pair.
 template <int N>
 __device__ static inline void end_slice(float d[N][4], float pair[N][4], float total[N][4],
@@ -1083,7 +1173,7 @@ __device__ static inline void end_slice(float d[N][4], float pair[N][4], float t
 template <Output MODE, bool SLICED, int TOKENS, int STAGES>
 __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS, SLICED)) * WARP,
                                   TOKENS*(SLICED ? 2 : 1) > 64 ? 1 : 2)
-    matmul_tile_kernel(void* out, const half* x, Matrix m, int n_tokens) {
+    matmul_tile_kernel(void* out, SampleTarget sample, const half* x, Matrix m, int n_tokens) {
   constexpr int NT = TOKENS / 8, GROUP = token_group(TOKENS);
   extern __shared__ uint4 shared[];
   __shared__ uint64_t full[STAGES], empty[STAGES];
@@ -1133,6 +1223,10 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS, SLICED)) * W
   if constexpr (MODE == OUT_SWIGLU) {
     store_swiglu<TOKENS>((half*)out + (size_t)token0 * (m.n / 2), shared, d, row_tile0 * TILE_ROWS,
                          m.n, n_tokens - token0);
+  } else if constexpr (MODE == OUT_BEST) {
+    static_assert(BLOCK_ROWS * (TOKENS + 8) * 4 + BLOCK_TILES * WARP * sizeof(Candidate) <=
+                  STAGES * stage_size(TOKENS) * 16);
+    store_best<TOKENS>(&sample, (float*)shared, d, row_tile0 * TILE_ROWS, m.n, token0, n_tokens);
   } else {
     size_t first = ((size_t)blockIdx.z * n_tokens + token0) * m.n;
     store_floats<TOKENS>((float*)out + first, SLICED ? total : d, (row_tile0 + warp) * TILE_ROWS,
@@ -1157,7 +1251,7 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
   dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
   int warps = BLOCK_TILES +
               (g->device->dependent_launch ? fill_warps(TOKENS, SLICED) : 0);  // see ring_fill
-  launch(g, kernel, grid, warps * WARP, shared, out, x, *m, n_tokens);
+  launch(g, kernel, grid, warps * WARP, shared, out, g->sample, x, *m, n_tokens);
 }
 
 // Pipeline depth by the shared memory a block may have: 227 KB on Hopper, 163 on A100, 99 on other
@@ -1179,13 +1273,13 @@ static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m
                          int z) {
   constexpr bool SLICED = MODE == OUT_FLOAT;  // SwiGLU's matrix has one slice
   int kb = g->device->shared_bytes / 1024;
-  auto run = launch_depth<MODE, false, 256, 4, 3, 2>;
-  if (n_tokens <= 128 || kb < 200) run = launch_depth<MODE, false, 128, 6, 3, 2>;
+  auto run = launch_depth<MODE, false, 256, 4, 4, 4>;
+  if (n_tokens <= 128 || kb < 200) run = launch_depth<MODE, false, 128, 6, 3, 3>;
   if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, false, 64, 8, 4, 2>;
   if (n_tokens <= 32) run = launch_depth<MODE, false, 32, 8, 4, 3>;
   if (n_tokens <= 16) run = launch_depth<MODE, false, 16, 8, 4, 3>;
   if (m->slices > z) {
-    run = launch_depth<MODE, SLICED, 128, 6, 3, 2>;
+    run = launch_depth<MODE, SLICED, 128, 6, 3, 3>;
     if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, SLICED, 64, 4, 4, 2>;
     if (n_tokens <= 32) run = launch_depth<MODE, SLICED, 32, 4, 4, 3>;
     if (n_tokens <= 16) run = launch_depth<MODE, SLICED, 16, 4, 4, 3>;
@@ -1598,73 +1692,49 @@ static void attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarge
   run(g, n_tokens, runs, splits, to, qkv);
 }
 
-// ---- Sampling on the device, so that a decode step never waits for the host. Greedy is the
-// largest logit; temperature > 0 adds Gumbel noise to logit / temperature, whose largest element is
-// a sample of the softmax (Gumbel-max trick). The noise is a hash of (request's seed, position,
-// token), so a request draws the same text wherever and whenever it runs.
+// ---- Sampling, where logits are in memory. See SampleTarget.
 
-__device__ static inline Candidate better(Candidate a, Candidate b) {
-  bool take_b = b.score > a.score || (b.score == a.score && b.token < a.token);
-  return take_b ? b : a;
-}
-
-__device__ static inline Candidate warp_best(Candidate c) {
-  for (int offset = 16; offset > 0; offset /= 2) {
-    Candidate other = {__shfl_xor_sync(~0u, c.token, offset),
-                       __shfl_xor_sync(~0u, c.score, offset)};
-    c = better(c, other);
-  }
-  return c;
-}
-
-// best[R, WARP]: the best token of each of 32 pieces of the vocabulary. blockIdx = (piece, row).
-__global__ void sample_kernel(Candidate* best, const float* logits, DeviceBatch b, DeviceSampler s,
-                              int vocab) {
-  __shared__ Candidate warps[8];
+// The best token of each of 32 pieces of the vocabulary. blockIdx = (piece, row). Twin: store_best.
+__global__ void sample_kernel(SampleTarget to, const float* logits, int vocab) {
   wait_for_previous();
-  int r = blockIdx.y, t = b.row[r], slot = b.slot[t];
-  if (slot < 0) return;
-  float temperature = s.temperature[slot];
-  uint32_t seed = hash32(s.seed[slot] ^ hash32(b.pos[t]));
+  int r = blockIdx.y;
+  Draw draw = row_draw(&to, r);
+  if (!draw.wanted) return;
   int start = (int)((long long)vocab * blockIdx.x / WARP),
       end = (int)((long long)vocab * (blockIdx.x + 1) / WARP);
   Candidate c = {0, -INFINITY};
-  for (int v0 = start + threadIdx.x; v0 < end; v0 += 4 * blockDim.x) {
-    float score[4];
+  for (int v0 = start + threadIdx.x; v0 < end; v0 += 4 * SAMPLE_THREADS) {
+    float logit[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {  // four loads in flight
-      int v = v0 + i * blockDim.x;
-      score[i] = v < end ? logits[(size_t)r * vocab + v] : -INFINITY;
+      int v = v0 + i * SAMPLE_THREADS;
+      if (v < end) logit[i] = logits[(size_t)r * vocab + v];
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      int v = v0 + i * blockDim.x;
-      if (temperature > 0) score[i] = gumbel_score(score[i], temperature, seed, v);
-      Candidate mine = {v, score[i]};
-      if (v < end) c = better(c, mine);
+      int v = v0 + i * SAMPLE_THREADS;
+      if (v < end) c = better(c, candidate(draw, logit[i], v));
     }
   }
-  c = warp_best(c);
-  if (threadIdx.x % WARP == 0) warps[threadIdx.x / WARP] = c;
-  __syncthreads();
-  if (threadIdx.x) return;
-  for (int i = 1; i < 8; i++) c = better(c, warps[i]);
-  best[r * WARP + blockIdx.x] = c;
+  c = block_best(c);
+  if (threadIdx.x == 0) to.best[r * WARP + blockIdx.x] = c;
 }
 
 // The winner of each row becomes its slot's last token. advance: the same rows decode again in
 // the next step, so move every token one position on; nothing needs to come from the host then.
-__global__ void sample_finish_kernel(const Candidate* best, DeviceBatch b, DeviceSampler s,
-                                     bool advance) {
+__global__ void sample_finish_kernel(SampleTarget to, int pieces, bool advance) {
   wait_for_previous();
-  int r = blockIdx.x, t = b.row[r], slot = b.slot[t];
+  int r = blockIdx.x, t = to.batch.row[r], slot = to.batch.slot[t];
   if (slot < 0) return;
-  Candidate c = warp_best(best[r * WARP + threadIdx.x]);
+  Candidate c = {0, -INFINITY};
+  for (int i = threadIdx.x; i < pieces; i += SAMPLE_THREADS)
+    c = better(c, to.best[(size_t)r * pieces + i]);
+  c = block_best(c);
   if (threadIdx.x) return;
-  s.sampled[slot] = c.token;
+  to.sampler.sampled[slot] = c.token;
   if (!advance) return;
-  b.pos[t]++;
-  b.run[t].w++;
+  to.batch.pos[t]++;
+  to.batch.run[t].w++;
 }
 
 // ---- The GPU's side of the platform shim.
@@ -1896,7 +1966,7 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
   // its blocks run at once (H200, 64 tokens: -30 us a step; 256 tokens: +156).
   bool fuse = advance && !g->fp8_kv && T * c->n_kv_heads * shares <= 4 * g->device->sms;
   launch(g, embed_kernel, dim3(T), 256, 0, g->x, (const half*)e->w->embed.w, qkv.batch,
-         (const int*)g->sampler.sampled, c->dim, g->matmul == MATMUL_MMA);
+         (const int*)g->sample.sampler.sampled, c->dim, g->matmul == MATMUL_MMA);
   for (int layer = 0; layer < c->n_layers; layer++) {
     const Layer* l = &e->w->layers[layer];
     qkv.kv.layer = layer;
@@ -1922,18 +1992,20 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
     y = matmul<OUT_FLOAT>(g, g->y, g->hidden, &l->down, T);
   }
   if (R == 0) return;
+  const Matrix* head = &e->w->head;
+  // In a decode step nobody asks for logits: at 256 tokens 131 MB less to write and to read.
+  bool only_best = advance && g->matmul == MATMUL_MMA && R > SKINNY_TOKENS;
   norm.weight = e->w->final_norm;
   norm.row = qkv.batch.row;
-  if (few) {
-    matmul_skinny<OUT_FLOAT, true>(g, g->logits, norm, &e->w->head, R, 0);
-  } else {
-    add_norm(g, c, R, y, e->w->final_norm, qkv.batch.row);
-    matmul<OUT_FLOAT>(g, g->logits, g->normed, &e->w->head, R);
-  }
-  launch(g, sample_kernel, dim3(WARP, R), 256, 0, g->best, (const float*)g->logits, qkv.batch,
-         g->sampler, c->vocab_size);
-  launch(g, sample_finish_kernel, dim3(R), WARP, 0, (const Candidate*)g->best, qkv.batch,
-         g->sampler, advance);
+  if (few) matmul_skinny<OUT_FLOAT, true>(g, g->logits, norm, head, R, 0);
+  if (!few) add_norm(g, c, R, y, e->w->final_norm, qkv.batch.row);
+  if (only_best) launch_tiles<OUT_BEST>(g, NULL, g->normed, head, R, 1);
+  if (!few && !only_best) matmul<OUT_FLOAT>(g, g->logits, g->normed, head, R);
+  if (!only_best)
+    launch(g, sample_kernel, dim3(WARP, R), SAMPLE_THREADS, 0, g->sample, (const float*)g->logits,
+           c->vocab_size);
+  launch(g, sample_finish_kernel, dim3(R), SAMPLE_THREADS, 0, g->sample,
+         only_best ? ceil_div(c->vocab_size, BLOCK_ROWS) : (int)WARP, advance);
 }
 
 static void replay_decode(Engine* e, int n_tokens, int splits) {
@@ -2020,9 +2092,9 @@ static void upload_tables(Engine* e, int* staging) {
   if (e->sampler_changed) {
     memcpy(staging + ints, e->seed, slots * sizeof(int));
     memcpy(staging + ints + slots, e->temperature, slots * sizeof(float));
-    CUDA_CHECK(cudaMemcpyAsync(g->sampler.seed, staging + ints, slots * sizeof(int),
+    CUDA_CHECK(cudaMemcpyAsync(g->sample.sampler.seed, staging + ints, slots * sizeof(int),
                                cudaMemcpyHostToDevice, g->stream));
-    CUDA_CHECK(cudaMemcpyAsync(g->sampler.temperature, staging + ints + slots,
+    CUDA_CHECK(cudaMemcpyAsync(g->sample.sampler.temperature, staging + ints + slots,
                                slots * sizeof(float), cudaMemcpyHostToDevice, g->stream));
   }
   e->blocks.changed = e->sampler_changed = false;
@@ -2053,8 +2125,9 @@ static void gpu_submit(Engine* e, const Batch* b, Step* s) {
     g->last.slot[t] = b->slot[t];
     g->last.pos[t] = b->pos[t];
   }
-  CUDA_CHECK(cudaMemcpyAsync(g->sampled + (size_t)which * e->size.max_slots, g->sampler.sampled,
-                             e->size.max_slots * sizeof(int), cudaMemcpyDeviceToHost, g->stream));
+  CUDA_CHECK(cudaMemcpyAsync(g->sampled + (size_t)which * e->size.max_slots,
+                             g->sample.sampler.sampled, e->size.max_slots * sizeof(int),
+                             cudaMemcpyDeviceToHost, g->stream));
   CUDA_CHECK(cudaEventRecord(g->end[which], g->stream));
 }
 
@@ -2087,8 +2160,10 @@ static bool gpu_work_alloc(Engine* e) {
       2 * g->device->sms / c->n_kv_heads + 1;  // runs that attention splits: see gpu_submit
   split_rows *= TILE_ROWS * c->n_kv_heads;
   size_t splits = e->size.max_positions / SPLIT + 1, lists = BATCH_INTS * T;
-  size_t table = (size_t)e->size.max_slots * e->blocks.max_blocks;
+  size_t table = (size_t)e->size.max_slots * e->blocks.max_blocks,
+         pieces = ceil_div(c->vocab_size, BLOCK_ROWS);
   if (splits == 1) split_rows = 1;
+  if (pieces < WARP) pieces = WARP;  // see sample_kernel
   struct {
     void** p;
     size_t bytes;
@@ -2102,12 +2177,12 @@ static bool gpu_work_alloc(Engine* e) {
       {(void**)&g->att, padded * c->n_heads * c->head_dim * sizeof(half)},
       {(void**)&g->hidden, padded * c->hidden_dim * sizeof(half)},
       {(void**)&g->arrived, T * c->n_heads * sizeof(int)},
-      {(void**)&g->best, R * WARP * sizeof(Candidate)},
+      {(void**)&g->sample.best, R * pieces * sizeof(Candidate)},
       {(void**)&g->qkv.batch.run, lists * sizeof(int)},
       {(void**)&g->qkv.batch.table, table * sizeof(int)},
-      {(void**)&g->sampler.sampled, e->size.max_slots * sizeof(int)},
-      {(void**)&g->sampler.seed, e->size.max_slots * sizeof(int)},
-      {(void**)&g->sampler.temperature, e->size.max_slots * sizeof(float)},
+      {(void**)&g->sample.sampler.sampled, e->size.max_slots * sizeof(int)},
+      {(void**)&g->sample.sampler.seed, e->size.max_slots * sizeof(int)},
+      {(void**)&g->sample.sampler.temperature, e->size.max_slots * sizeof(float)},
   };
   for (size_t i = 0; i < sizeof parts / sizeof parts[0]; i++) {
     *parts[i].p = device_alloc(e->device, MEM_WORK, parts[i].bytes);
@@ -2117,6 +2192,7 @@ static bool gpu_work_alloc(Engine* e) {
   g->qkv.batch.pos = g->qkv.batch.id + T;
   g->qkv.batch.slot = g->qkv.batch.pos + T;
   g->qkv.batch.row = g->qkv.batch.slot + T;
+  g->sample.batch = g->qkv.batch;
   g->staging_ints = (lists + table + 2 * e->size.max_slots + 3) / 4 * 4;  // runs are 16 bytes
   return true;
 }
@@ -2161,7 +2237,8 @@ static void gpu_engine_close(Engine* e) {
   free(g);
 }
 
-// The last step's logits, [R, V]: for tests and for whoever wants to look.
+// The last step's logits, [R, V]: for tests and for whoever wants to look. A decode step of more
+// than 8 tokens leaves none, see gpu_forward.
 static void gpu_copy_logits(Engine* e, int rows, float* out) {
   CUDA_CHECK(cudaStreamSynchronize(e->gpu->stream));
   CUDA_CHECK(cudaMemcpy(out, e->gpu->logits, (size_t)rows * e->w->config.vocab_size * sizeof(float),

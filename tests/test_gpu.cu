@@ -70,6 +70,21 @@ static void free_case(Case* c) {
   free(c->host_x);
 }
 
+// Tokens x0 .. x0 + T as the kernels for more than 8 want them, NaN where there are none; on the
+// device.
+static half* pack_tokens(const Case* c, const Gpu* g, int x0, int T) {
+  size_t n = (size_t)(T + TOKEN_GROUP - 1) / TOKEN_GROUP * TOKEN_GROUP * c->k;
+  half *tiles, *host = (half*)xcalloc(n, sizeof(half));
+  memset((void*)host, 0xff, n * sizeof(half));
+  for (int i = 0; i < T * c->k; i++)
+    host[activation_index(i / c->k, i % c->k, c->k, activation_group(g, T))] =
+        __float2half(c->host_x[(size_t)x0 * c->k + i]);
+  CUDA_CHECK(cudaMalloc(&tiles, n * sizeof(half)));
+  CUDA_CHECK(cudaMemcpy(tiles, host, n * sizeof(half), cudaMemcpyHostToDevice));
+  free(host);
+  return tiles;
+}
+
 __global__ void sum_kernel(float* sums, Unsummed y, int n) {
   int i = blockIdx.x * blockDim.x + threadIdx.x;
   if (i < n) sums[i] = sum_slices<float>(y, i);
@@ -88,19 +103,8 @@ static void run_matmul(const Case* c, Matmul rung, Output mode, int x0, int T, f
   char* out;
   CUDA_CHECK(cudaMalloc(&out, size));
   CUDA_CHECK(cudaMemset(out, 0xff, size));  // NaN everywhere
-  const half* x = c->x + (size_t)x0 * c->k;
-  int padded = (T + TOKEN_GROUP - 1) / TOKEN_GROUP * TOKEN_GROUP;
-  half *tiles = NULL, *host_tiles = (half*)xcalloc((size_t)padded * c->k, 2);
-  if (activation_group(&g, T)) {
-    memset((void*)host_tiles, 0xff, (size_t)padded * c->k * 2);
-    for (int i = 0; i < T * c->k; i++)
-      host_tiles[activation_index(i / c->k, i % c->k, c->k, activation_group(&g, T))] =
-          __float2half(c->host_x[(size_t)x0 * c->k + i]);
-    CUDA_CHECK(cudaMalloc(&tiles, (size_t)padded * c->k * 2));
-    CUDA_CHECK(cudaMemcpy(tiles, host_tiles, (size_t)padded * c->k * 2, cudaMemcpyHostToDevice));
-    x = tiles;
-  }
-  free(host_tiles);
+  half* tiles = activation_group(&g, T) ? pack_tokens(c, &g, x0, T) : NULL;
+  const half* x = tiles ? tiles : c->x + (size_t)x0 * c->k;
   Unsummed y = mode == OUT_SWIGLU ? matmul<OUT_SWIGLU>(&g, out, x, &m, T)
                                   : matmul<OUT_FLOAT>(&g, out, x, &m, T);
   float* sums;
@@ -192,6 +196,103 @@ static void test_little_shared_memory(void) {
     test_matmul_case(2112, 256, OUT_SWIGLU);
   }
   gpu.shared_bytes = real;
+}
+
+// ---- sampling: the tile kernel's own choice against sample_kernel's on the same logits
+
+template <typename T>
+static T* to_device(const T* host, size_t n) {
+  T* p;
+  CUDA_CHECK(cudaMalloc(&p, n * sizeof(T)));
+  CUDA_CHECK(cudaMemcpy(p, host, n * sizeof(T), cudaMemcpyHostToDevice));
+  return p;
+}
+
+enum { BEST_ROWS = 1000, BEST_K = 96, MOST_BEST = 300 };
+
+// Rows 16 to 31, 384 to 511 and 896 to 999 repeat earlier ones: equal logits, near and far.
+static void repeat_rows(half* w) {
+  const size_t tile = TILE_HALVES * sizeof(half), block = BEST_K / TILE_K * BLOCK_TILES * tile;
+  char* p = (char*)w;
+  for (int i = 0; i < BEST_K / TILE_K; i++)
+    CUDA_CHECK(cudaMemcpy(p + (i * BLOCK_TILES + 1) * tile, p + i * BLOCK_TILES * tile, tile,
+                          cudaMemcpyDeviceToDevice));
+  CUDA_CHECK(cudaMemcpy(p + 3 * block, p, block, cudaMemcpyDeviceToDevice));
+  CUDA_CHECK(cudaMemcpy(p + 7 * block, p, block, cudaMemcpyDeviceToDevice));
+}
+
+// Every third slot draws, every tenth token is padding. Returns how many ties there were.
+static int test_best_rows(const Case* c, int R) {
+  int row[MOST_BEST], slot[MOST_BEST], pos[MOST_BEST], got[2][MOST_BEST];
+  uint32_t seed[MOST_BEST];
+  float temperature[MOST_BEST], *logits = (float*)xcalloc((size_t)R * BEST_ROWS, sizeof(float));
+  for (int i = 0; i < R; i++) {
+    row[i] = R - 1 - i;
+    slot[i] = i % 10 == 9 ? -1 : i;
+    pos[i] = (int)(hash32(i) % 100);
+    seed[i] = hash32(i + 1000);
+    temperature[i] = i % 3 == 2 ? 0.8f : 0;
+  }
+  Gpu g;
+  memset((void*)&g, 0, sizeof g);
+  g.device = &gpu;
+  g.matmul = MATMUL_MMA;
+  int pieces[] = {WARP, (BEST_ROWS + BLOCK_ROWS - 1) / BLOCK_ROWS};
+  g.logits = to_device(logits, (size_t)R * BEST_ROWS);
+  g.sample.best = (Candidate*)to_device(logits, (size_t)R * WARP * 2);
+  g.sample.batch.row = to_device(row, R);
+  g.sample.batch.slot = to_device(slot, R);
+  g.sample.batch.pos = to_device(pos, R);
+  g.sample.sampler = {to_device(slot, R), to_device(seed, R), to_device(temperature, R)};
+  Matrix m = {(f16*)c->w_packed, BEST_ROWS, BEST_K, 1};
+  half* x = pack_tokens(c, &g, 0, R);
+  for (int i = 0; i < 2; i++) {
+    CUDA_CHECK(cudaMemset(g.sample.best, 0xff, (size_t)R * WARP * sizeof(Candidate)));
+    CUDA_CHECK(cudaMemset(g.sample.sampler.sampled, 0xff, R * sizeof(int)));
+    if (i == 0) matmul<OUT_FLOAT>(&g, g.logits, x, &m, R);
+    if (i == 0)
+      launch(&g, sample_kernel, dim3(WARP, R), SAMPLE_THREADS, 0, g.sample, (const float*)g.logits,
+             m.n);
+    if (i == 1) launch_tiles<OUT_BEST>(&g, NULL, x, &m, R, 1);
+    launch(&g, sample_finish_kernel, dim3(R), SAMPLE_THREADS, 0, g.sample, pieces[i], false);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(
+        cudaMemcpy(got[i], g.sample.sampler.sampled, R * sizeof(int), cudaMemcpyDeviceToHost));
+  }
+  CUDA_CHECK(cudaMemcpy(logits, g.logits, (size_t)R * BEST_ROWS * 4, cudaMemcpyDeviceToHost));
+  int wrong = 0, ties = 0, other = 0;
+  for (int r = 0; r < R; r++) {
+    int t = row[r], want = -1;
+    const float* row_logits = logits + (size_t)r * BEST_ROWS;
+    bool greedy = slot[t] >= 0 && temperature[t] == 0;
+    if (greedy) want = sample_cpu(row_logits, BEST_ROWS, 0, 0);
+    for (int v = want + 1; v < BEST_ROWS && greedy; v++) ties += row_logits[v] == row_logits[want];
+    wrong += (greedy || slot[t] < 0) && got[0][t] != want;
+    other += got[0][t] != got[1][t];
+  }
+  CHECK(wrong == 0, "%d rows: sample_kernel chose %d wrong tokens", R, wrong);
+  CHECK(other == 0, "%d rows: store_best chose %d other tokens", R, other);
+  cudaFree(x);
+  cudaFree(g.logits);
+  cudaFree(g.sample.best);
+  cudaFree(g.sample.batch.row);
+  cudaFree(g.sample.batch.slot);
+  cudaFree(g.sample.batch.pos);
+  cudaFree(g.sample.sampler.sampled);
+  cudaFree(g.sample.sampler.seed);
+  cudaFree(g.sample.sampler.temperature);
+  free(logits);
+  return ties;
+}
+
+static void test_best(void) {
+  static const int rows[] = {9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300};
+  Case c = make_case(BEST_ROWS, BEST_K, MOST_BEST);
+  repeat_rows(c.w_packed);
+  int ties = 0;
+  for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) ties += test_best_rows(&c, rows[i]);
+  CHECK(ties > 0, "no two best logits are equal");
+  free_case(&c);
 }
 
 // ---- whole models: prompts of several lengths, chunked and whole, against the CPU
@@ -535,6 +636,7 @@ int main(void) {
          gpu.dependent_launch ? "on" : "off", gpu.bandwidth / 1e9, gpu.rate / 1e12);
   test_matmul();
   test_little_shared_memory();
+  test_best();
   test_model("gqa 4:2, 64", 128, 4, 2, 64, 256, 512, true);
   test_model("mha, 32", 96, 3, 3, 32, 160, 300, false);
   test_model("mqa 20:1, 128", 256, 20, 1, 128, 320, 257, true);
