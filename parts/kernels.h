@@ -232,20 +232,29 @@ typedef struct Gpu {
       die("%s:%d: %s: %s", __FILE__, __LINE__, #call, cudaGetErrorString(e_)); \
   } while (0)
 
+// cluster: of blocks that are neighbours in y.
 template <typename... P, typename... A>
-static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
-                   A... args) {
+static void launch_clusters(const Gpu* g, int cluster, void (*kernel)(P...), dim3 grid, int threads,
+                            size_t shared, A... args) {
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = g->stream;
-  cudaLaunchAttribute dependent;
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &dependent;
-  config.numAttrs = g->device->dependent_launch ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {1, (unsigned)cluster, 1};
+  config.attrs = attributes;
+  config.numAttrs = !g->device->dependent_launch ? 0 : cluster > 1 ? 2 : 1;  // both: 9.0 or later
   CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, static_cast<P>(args)...));
+}
+
+template <typename... P, typename... A>
+static void launch(const Gpu* g, void (*kernel)(P...), dim3 grid, int threads, size_t shared,
+                   A... args) {
+  launch_clusters(g, 1, kernel, grid, threads, shared, args...);
 }
 
 static int ceil_div(int a, int b) {
@@ -906,6 +915,19 @@ __host__ __device__ constexpr int fill_warps(int tokens, bool sliced) {
 }
 #endif
 
+// Blocks of 256 tokens run in clusters of two: the same tokens, neighbouring rows. Where the code
+// is for sm_90a each fetches one of the two groups of activations for both, which is a third less
+// to read from the L2 cache.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+__device__ constexpr int cluster_size(int) {
+  return 1;
+}
+#else
+__host__ __device__ constexpr int cluster_size(int tokens) {
+  return tokens == 256 ? 2 : 1;
+}
+#endif
+
 // What a block streams through shared memory: its rows' weights and its tokens' activations.
 typedef struct {
   Matrix m;
@@ -913,7 +935,8 @@ typedef struct {
   int groups, group;   // of its tokens; 16 bytes from one to the next
   KWalk load;          // the next stage to fill
   uint4* stages;
-  uint64_t *full, *empty;  // [STAGES] a stage's bytes have arrived; all warps have used it
+  uint64_t *full, *empty;  // [STAGES] a stage's bytes have arrived; all warps have used it, those
+                           // of the cluster's other block too
 } Ring;
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -936,12 +959,27 @@ __device__ static inline void barrier_wait(uint64_t* barrier, int parity) {
       : "memory");
 }
 
+// All threads of a cluster, after barrier_open: its fence is all the ordering that is needed.
+__device__ static inline void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+}
+
+// BOTH: to the same place in both blocks of a cluster, counted by the same barrier of each.
+template <bool BOTH>
 __device__ static inline void copy_bulk(uint4* to, const void* from, int bytes, uint64_t* full) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-          "r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(full))
-      : "memory");
+  if constexpr (BOTH)
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+        "[%0], [%1], %2, [%3], %4;" ::"r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(full)), "h"((uint16_t)3)
+        : "memory");
+  else
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(full))
+        : "memory");
 }
 
 template <int TOKENS>
@@ -949,18 +987,21 @@ __device__ static inline void fill_weights(const Ring* r, const KWalk* to) {
   int tiles = walk_tiles(to), bytes = tiles * BLOCK_TILES * 1024;
   if (tiles <= 0) return;
   barrier_expect(r->full + to->slot, tiles * stage_size(TOKENS) / STAGE_TILES * 16);
-  copy_bulk(r->stages + to->slot * stage_size(TOKENS), r->w + (size_t)to->at * BLOCK_TILES * 64,
-            bytes, r->full + to->slot);
+  copy_bulk<false>(r->stages + to->slot * stage_size(TOKENS),
+                   r->w + (size_t)to->at * BLOCK_TILES * 64, bytes, r->full + to->slot);
 }
 
 template <int TOKENS>
 __device__ static inline void fill_tokens(const Ring* r, const KWalk* to) {
-  constexpr int GROUP = token_group(TOKENS), TILE = GROUP * 4;
+  constexpr int GROUP = token_group(TOKENS), TILE = GROUP * 4, CLUSTER = cluster_size(TOKENS);
 #pragma unroll
-  for (int i = 0; i < TOKENS / GROUP; i++)
-    copy_bulk(r->stages + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + i * TILE * STAGE_TILES,
-              r->x + min(i, r->groups - 1) * r->group + to->at * TILE, walk_tiles(to) * TILE * 16,
-              r->full + to->slot);
+  for (int first = 0; first < TOKENS / GROUP; first += CLUSTER) {
+    int i = first + blockIdx.y % CLUSTER;
+    copy_bulk<(CLUSTER > 1)>(
+        r->stages + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + i * TILE * STAGE_TILES,
+        r->x + min(i, r->groups - 1) * r->group + to->at * TILE, walk_tiles(to) * TILE * 16,
+        r->full + to->slot);
+  }
 }
 
 // A ninth warp does nothing but this, in one thread (as a task of a multiplying warp: 1,350 us a
@@ -969,9 +1010,13 @@ template <int TOKENS, int STAGES, bool SLICED>
 __device__ static bool ring_fill(Ring* r) {
   if (threadIdx.x < STAGES) {
     barrier_open(r->full + threadIdx.x, 1);
-    barrier_open(r->empty + threadIdx.x, BLOCK_TILES);
+    barrier_open(r->empty + threadIdx.x, BLOCK_TILES * cluster_size(TOKENS));
   }
-  __syncthreads();
+  if (cluster_size(TOKENS) > 1) {
+    cluster_sync();  // the other block's barriers are open, too
+  } else {
+    __syncthreads();
+  }
   if (threadIdx.x < BLOCK_TILES * WARP) {
     if (fill_warps(TOKENS, SLICED) == 4) more_registers();
     return false;
@@ -984,12 +1029,18 @@ __device__ static bool ring_fill(Ring* r) {
     walk_next<STAGES, SLICED>(&early, r->m);
   }
   wait_for_previous();
-  for (int i = 0; walk_tiles(&r->load) > 0; i++) {
+  int i = 0;
+  for (; walk_tiles(&r->load) > 0; i++) {
     if (i >= STAGES) {
       barrier_wait(r->empty + r->load.slot, r->load.parity ^ 1);
       fill_weights<TOKENS>(r, &r->load);
     }
     fill_tokens<TOKENS>(r, &r->load);
+    walk_next<STAGES, SLICED>(&r->load, r->m);
+  }
+  // A block of a cluster stays until the other one has signalled its last use of every slot.
+  for (int last = i + STAGES; cluster_size(TOKENS) > 1 && i < last; i++) {
+    if (i >= STAGES) barrier_wait(r->empty + r->load.slot, r->load.parity ^ 1);
     walk_next<STAGES, SLICED>(&r->load, r->m);
   }
   return true;
@@ -1000,12 +1051,22 @@ __device__ static inline void ring_wait(const Ring* r, const KWalk* use) {
   barrier_wait(r->full + use->slot, use->parity);
 }
 
+// In a cluster lanes 0 and 1 tell a block each, since both write to the slot. What this orders are
+// reads that are complete (products waited for, weights in registers), so it does without
+// .release.cluster, which takes far too long (2,938 us a step at 256 tokens instead of 2,509).
 template <int TOKENS, int STAGES, bool SLICED>
 __device__ static inline void ring_release(Ring* r, int slot) {
   __syncwarp();
-  if (threadIdx.x % WARP == 0)
+  int lane = threadIdx.x % WARP;
+  if (cluster_size(TOKENS) == 1 && lane == 0)
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_address(r->empty + slot))
                  : "memory");
+  if (cluster_size(TOKENS) == 2 && lane < 2)
+    asm volatile(
+        "{ .reg .b32 a; mapa.shared::cluster.u32 a, %0, %1; "
+        "mbarrier.arrive.shared::cluster.b64 _, [a]; }" ::"r"(shared_address(r->empty + slot)),
+        "r"(lane)
+        : "memory");
 }
 #else  // all threads copy, 16 bytes each
 template <int TOKENS, int STAGES, bool SLICED>
@@ -1152,9 +1213,9 @@ __device__ static inline void store_best(const SampleTarget* to, float* shared, 
   }
   found[threadIdx.x] = c;
   sync_multipliers();
-  if (threadIdx.x >= TOKENS || !draw.wanted) return;
+  if (threadIdx.x >= TOKENS || !draw.wanted || row0 >= n) return;
   for (int i = 1; i < SHARES; i++) c = better(c, found[token + i * TOKENS]);
-  to->best[(size_t)r * gridDim.y + blockIdx.y] = c;
+  to->best[(size_t)r * ((n + BLOCK_ROWS - 1) / BLOCK_ROWS) + blockIdx.y] = c;
 }
 
 // A slice's sums d are complete. second: of its pair.
@@ -1180,15 +1241,17 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS, SLICED)) * W
   int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * BLOCK_TILES, group = m.k / 8 * GROUP;
   int slices = m.slices / gridDim.z, slice = blockIdx.z * slices, warp = threadIdx.x / WARP;
   KWalk use = {slice_start(m, slice), slice_start(m, slice + 1), slice, slice + slices - 1, 0, 0};
-  Ring ring = {m,
-               (const uint4*)m.w + (size_t)row_tile0 * (m.k / TILE_K) * 64,
-               (const uint4*)x + (size_t)(token0 / GROUP) * group,
-               (n_tokens - token0 + GROUP - 1) / GROUP,
-               group,
-               use,
-               shared,
-               full,
-               empty};
+  int last = (m.n - 1) / BLOCK_ROWS;  // a cluster's second block may have no rows
+  Ring ring = {
+      m,
+      (const uint4*)m.w + (size_t)min((int)blockIdx.y, last) * (m.k / TILE_K) * BLOCK_TILES * 64,
+      (const uint4*)x + (size_t)(token0 / GROUP) * group,
+      (n_tokens - token0 + GROUP - 1) / GROUP,
+      group,
+      use,
+      shared,
+      full,
+      empty};
   if (ring_fill<TOKENS, STAGES, SLICED>(&ring)) return;
   wait_for_previous();
   float d[NT][4] = {}, pair[SLICED ? NT : 1][4] = {}, total[SLICED ? NT : 1][4] = {};
@@ -1220,6 +1283,7 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS, SLICED)) * W
     for (int i = 0; i < 2; i++) a[i] = stage[lane_at + i * WARP];
   }
   wgmma_wait<0>();
+  if (cluster_size(TOKENS) > 1) ring_release<TOKENS, STAGES, SLICED>(&ring, used);
   if constexpr (MODE == OUT_SWIGLU) {
     store_swiglu<TOKENS>((half*)out + (size_t)token0 * (m.n / 2), shared, d, row_tile0 * TILE_ROWS,
                          m.n, n_tokens - token0);
@@ -1248,10 +1312,11 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
   // after.
   int stages = m->slices / z * ceil_div(ceil_div(m->k / TILE_K, m->slices), STAGE_TILES);
   size_t shared = (z > 1 && stages < STAGES ? stages : STAGES) * stage_bytes;
-  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS), z);
+  const int cluster = cluster_size(TOKENS);
+  dim3 grid(ceil_div(n_tokens, TOKENS), ceil_div(m->n, BLOCK_ROWS * cluster) * cluster, z);
   int warps = BLOCK_TILES +
               (g->device->dependent_launch ? fill_warps(TOKENS, SLICED) : 0);  // see ring_fill
-  launch(g, kernel, grid, warps * WARP, shared, out, g->sample, x, *m, n_tokens);
+  launch_clusters(g, cluster, kernel, grid, warps * WARP, shared, out, g->sample, x, *m, n_tokens);
 }
 
 // Pipeline depth by the shared memory a block may have: 227 KB on Hopper, 163 on A100, 99 on other
