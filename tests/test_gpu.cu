@@ -185,6 +185,54 @@ static void test_matmul(void) {
   test_matmul_case(2112, 2048, OUT_SWIGLU);  // a part-filled last block
 }
 
+// Every way in which blocks can share a matrix's slices (one each, a pair each, all in one), at
+// every tile shape, gives the bits that the skinny kernel gives for 8 tokens at a time.
+static void test_slices(int n, int k) {
+  enum { MOST = 2048, WAYS = 4 };
+  static const int tokens[] = {9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 300, MOST};
+  Case c = make_case(n, k, MOST);
+  Gpu g;
+  memset((void*)&g, 0, sizeof g);
+  g.device = &gpu;
+  g.matmul = MATMUL_MMA;
+  size_t most = (size_t)MOST * n;
+  float *y, *sums, *got = (float*)xcalloc(most, sizeof(float)), *want[WAYS];
+  CUDA_CHECK(cudaMalloc(&y, most * MAX_SLICES * sizeof(float)));
+  CUDA_CHECK(cudaMalloc(&sums, most * sizeof(float)));
+  Matrix m = {(f16*)c.w_packed, n, k, 1};
+  for (int i = 0; i < WAYS; i++) {
+    m.slices = 1 << i;
+    want[i] = (float*)xcalloc(most, sizeof(float));
+    for (int t = 0; t < MOST; t += SKINNY_TOKENS)
+      matmul<OUT_FLOAT>(&g, y + (size_t)t * n, c.x + (size_t)t * k, &m, SKINNY_TOKENS);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemcpy(want[i], y, most * sizeof(float), cudaMemcpyDeviceToHost));
+  }
+  for (size_t i = 0; i < sizeof tokens / sizeof tokens[0] * WAYS * 3; i++) {
+    int T = tokens[i / (WAYS * 3)], way = i / 3 % WAYS, slices = 1 << way, z = slices;
+    if (i % 3 == 1) z = slices / 2;
+    if (i % 3 == 2) z = 1;
+    if (z == 0) continue;
+    m.slices = slices;
+    half* x = pack_tokens(&c, &g, 0, T);
+    CUDA_CHECK(cudaMemset(y, 0xff, most * MAX_SLICES * sizeof(float)));
+    launch_tiles<OUT_FLOAT>(&g, y, x, &m, T, z);
+    Unsummed u = {y, z, z < slices, (size_t)T * n};
+    sum_kernel<<<ceil_div(T * n, 256), 256>>>(sums, u, T * n);
+    CUDA_CHECK(cudaDeviceSynchronize());
+    CUDA_CHECK(cudaMemcpy(got, sums, (size_t)T * n * sizeof(float), cudaMemcpyDeviceToHost));
+    CHECK(memcmp(got, want[way], (size_t)T * n * sizeof(float)) == 0,
+          "n=%d k=%d, %d KB: %d tokens, %d slices in %d parts give other bits than 8 tokens", n, k,
+          gpu.shared_bytes / 1024, T, slices, z);
+    cudaFree(x);
+  }
+  for (int i = 0; i < WAYS; i++) free(want[i]);
+  free(got);
+  cudaFree(y);
+  cudaFree(sums);
+  free_case(&c);
+}
+
 // What a block may use of shared memory chooses tile shapes and depths: those of smaller cards.
 static void test_little_shared_memory(void) {
   static const int kb[] = {64, 99};
@@ -194,6 +242,7 @@ static void test_little_shared_memory(void) {
     test_matmul_case(272, 1056, OUT_FLOAT);
     test_matmul_case(8192, 512, OUT_FLOAT);
     test_matmul_case(2112, 256, OUT_SWIGLU);
+    test_slices(136, 1056);
   }
   gpu.shared_bytes = real;
 }
@@ -604,7 +653,7 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
     engine_close(&e);
   }
   for (int b = 0; b < n_batches; b++) {
-    int steps[] = {64, 1000, 1000, 300};
+    int steps[] = {batches[b] > 64 ? batches[b] : 64, 1000, 1000, 300};
     Policy policies[] = {POLICY_STATIC, POLICY_STATIC, POLICY_CONTINUOUS, POLICY_CONTINUOUS};
     for (int s = 0; s < 4; s++) {
       EngineSize size = {steps[s], batches[b], 150 + out, 0};
@@ -625,6 +674,45 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
   free_model(&m);
 }
 
+// ---- the device: its ceilings, and memory that it refuses
+
+static void test_probes(void) {
+  float* p = (float*)gpu_alloc(256);
+  double mma = probe_mma_rate(&gpu, p), wgmma = probe_wgmma_rate(&gpu, p);
+  printf("probed with mma.sync: %.0f TFLOP/s, with wgmma: %.0f\n", mma / 1e12, wgmma / 1e12);
+  CHECK(wgmma == 0 || wgmma > mma, "wgmma multiplies at %g, mma.sync at %g", wgmma, mma);
+  CHECK(gpu.rate > 0.9 * fmax(mma, wgmma), "the ceiling is %g", gpu.rate);
+  gpu_free(p);
+}
+
+// Each allocation for the weights fails once: one line says so and nothing stays allocated.
+static void test_refused_weights(void) {
+  Model m;
+  Weights w;
+  char err[ERR_LEN];
+  if (!load_model("weights/tiny", &m, err)) die("%s", err);
+  if (!weights_open(&w, &gpu, &m, MATMUL_MMA, 64, err)) die("%s", err);
+  weights_close(&w, &gpu);
+  size_t used = gpu.api->used();
+  int refused = 0;
+  bool opened = false;
+  for (int n = 0; n < 1000 && !opened; n++) {
+    gpu.fail_after = n;
+    opened = weights_open(&w, &gpu, &m, MATMUL_MMA, 64, err);
+    gpu.fail_after = -1;
+    if (opened) break;
+    refused++;
+    CHECK(strstr(err, "refused memory") && gpu.n_list == 0 && gpu.tagged[MEM_WEIGHTS] == 0,
+          "allocation %d failed: %d stay. %s", n, gpu.n_list, err);
+    CHECK(gpu.api->used() < used + MIB, "allocation %d failed: %.1f MiB stay", n,
+          (gpu.api->used() - used) / MIB);
+  }
+  CHECK(opened && refused >= 10, "only %d allocations could fail", refused);
+  if (opened) weights_close(&w, &gpu);
+  CHECK(gpu.n_list == 0 && gpu.api->used() < used + MIB, "all memory is returned");
+  free_model(&m);
+}
+
 int main(void) {
   char err[ERR_LEN];
   if (!device_open(&gpu, cuda_backend, 0, err)) {
@@ -634,7 +722,10 @@ int main(void) {
   if (!device_open(&cpu, &cpu_backend, 0, err)) die("%s", err);
   printf("%s: dependent launch %s, probed %.0f GB/s and %.0f TFLOP/s\n", gpu.name,
          gpu.dependent_launch ? "on" : "off", gpu.bandwidth / 1e9, gpu.rate / 1e12);
+  test_probes();
   test_matmul();
+  test_slices(272, 1056);  // 3 blocks of rows; 33 k tiles: slices of 4 and 5
+  test_slices(520, 256);   // 5 blocks of rows; slices of a single k tile
   test_little_shared_memory();
   test_best();
   test_model("gqa 4:2, 64", 128, 4, 2, 64, 256, 512, true);
@@ -649,12 +740,13 @@ int main(void) {
   test_fp8_cache(6, 3, 96);
   test_fp8_pool();
   bool tiny = access("weights/tiny/model.safetensors", R_OK) == 0 && !getenv("NO_TINY");
+  if (tiny) test_refused_weights();
   if (tiny) test_fp8_logits();
-  static const int batches[] = {1, 3, 8, 17, 64};
+  static const int batches[] = {1, 3, 8, 17, 64, 136};
   for (int fp8_kv = 0; fp8_kv < 2; fp8_kv++) {
     gpu.fp8_kv = fp8_kv;
-    test_identity("smollm2-135m", &gpu, batches, 5, 24);
-    if (tiny) test_identity("weights/tiny", &gpu, batches, 5, 64);
+    test_identity("smollm2-135m", &gpu, batches, 6, 24);
+    if (tiny) test_identity("weights/tiny", &gpu, batches, 6, 64);
     if (tiny) test_answers(&gpu);
   }
   gpu.fp8_kv = false;
