@@ -1773,7 +1773,7 @@ static int give_up(int status, const char* why) {
 }
 
 static Matmul matmul_of(const char* name) {
-  int i = choice_index("naive|gemv|mma", name);
+  int i = choice_index("naive|gemv|reuse|mma", name);
   return i < 0 ? MATMUL_MMA : (Matmul)i;
 }
 

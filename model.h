@@ -259,7 +259,7 @@ typedef struct {
 } Layer;
 
 // Which rung of the GPU's kernels; the CPU has one.
-typedef enum { MATMUL_NAIVE, MATMUL_GEMV, MATMUL_MMA } Matmul;
+typedef enum { MATMUL_NAIVE, MATMUL_GEMV, MATMUL_REUSE, MATMUL_MMA } Matmul;
 
 typedef struct {
   Config config;

@@ -5,7 +5,7 @@
 //   fragments           how data lies so that one load per lane feeds a matrix unit
 //   what the GPU holds  token list, cache, a step's state; how a kernel is launched
 //   norm, RoPE          what happens between linear layers
-//   linear layers       a ladder of four rungs: naive, gemv, skinny (1 to 8 tokens), tile
+//   linear layers       a ladder of five rungs: naive, gemv, reuse, skinny (1 to 8 tokens), tile
 //   attention           one kernel for decode and prefill, over the paged cache
 //   sampling, loading   on the device; so are random weights
 //   ceilings, backend   probes; memory; one step as launches, recorded as a CUDA graph
@@ -570,7 +570,7 @@ __device__ static inline Candidate candidate(Draw d, float logit, int token) {
   return {token, d.temperature > 0 ? gumbel_score(logit, d.temperature, d.seed, token) : logit};
 }
 
-// ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, a ladder of four rungs.
+// ---- Linear layers, y[T, n] = x[T, k] . w[n, k]^T, a ladder of five rungs.
 //
 // Identical answers at every batch size need one summation order. For a matrix (n, k) it is: K is
 // cut into `slices`, 1, 2, 4 or 8, chosen from (n, k) alone; inside a slice one chain of mmas, k
@@ -595,36 +595,47 @@ __device__ static inline float silu_mul(float gate, float up) {
   return __fdividef(gate, 1.0f + __expf(-gate)) * up;
 }
 
-// Rungs 1 and 2: LANES threads per output and token, row-major weights, 16 bytes a load. With 1
-// (naive) neighbouring threads read rows k apart and only the caches save it. With 32 (GEMV, a warp
-// per row) loads are as wide as can be, near the memory roofline at batch 1; but every sequence
-// reads all weights again, so batching buys nothing: the lower line of throughput.png, and the
-// reason for everything below. Must move 2 n k bytes for every token. PRECONDITION: k is a multiple
-// of 8.
-template <int LANES>
-__global__ void matmul_rows_kernel(void* out, Output mode, const half* x, Matrix m) {
+// Rungs 1 to 3: LANES threads for a row of row-major weights, 16 bytes a load, and TOKENS tokens.
+// <1, 1> (naive): neighbouring threads read rows k apart and only the caches save it. <32, 1>
+// (GEMV, a warp per row): loads are as wide as can be, near the memory roofline at batch 1; but
+// every sequence reads all weights again, so batching buys nothing: the lower line of
+// throughput.png. <32, 8> (reuse): what was read serves 8 tokens. That is the whole idea of
+// batching, by plain arithmetic; but 8 multiplications a weight and token, one by one, soon take
+// longer than the reading, and that is what matrix units are for. Must move 2 n k bytes for every
+// TOKENS tokens. PRECONDITION: k is a multiple of 8.
+template <int LANES, int TOKENS>
+__global__ void matmul_rows_kernel(void* out, Output mode, const half* x, Matrix m, int n_tokens) {
   wait_for_previous();
-  int k = m.k, outputs = mode == OUT_SWIGLU ? m.n / 2 : m.n, t = blockIdx.y,
+  int k = m.k, outputs = mode == OUT_SWIGLU ? m.n / 2 : m.n, t0 = blockIdx.y * TOKENS,
       lane = threadIdx.x % LANES;
   int i = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
   if (i >= outputs) return;
-  float sum[2] = {0, 0};  // the row; SwiGLU: gate and, 8 rows on, up
+  float sum[2][TOKENS] = {};  // of the row; SwiGLU: of gate and, 8 rows on, up
   for (int part = 0; part <= (mode == OUT_SWIGLU); part++) {
     const half* row =
         (const half*)m.w + (size_t)(mode == OUT_SWIGLU ? i / 8 * 16 + i % 8 + 8 * part : i) * k;
     for (int j = lane * 8; j < k; j += LANES * 8) {
-      uint4 wv = *(const uint4*)(row + j), xv = *(const uint4*)(x + (size_t)t * k + j);
-      const half *w8 = (const half*)&wv, *x8 = (const half*)&xv;
+      uint4 wv = *(const uint4*)(row + j);
+      const half* w8 = (const half*)&wv;
 #pragma unroll
-      for (int e = 0; e < 8; e++) sum[part] += __half2float(w8[e]) * __half2float(x8[e]);
+      for (int t = 0; t < TOKENS; t++) {
+        uint4 xv = *(const uint4*)(x + (size_t)min(t0 + t, n_tokens - 1) * k + j);
+        const half* x8 = (const half*)&xv;
+#pragma unroll
+        for (int e = 0; e < 8; e++) sum[part][t] += __half2float(w8[e]) * __half2float(x8[e]);
+      }
     }
-    for (int offset = LANES / 2; offset > 0; offset /= 2)
-      sum[part] += __shfl_xor_sync(~0u, sum[part], offset);
   }
-  if (lane > 0) return;
-  if (mode == OUT_SWIGLU)
-    ((half*)out)[(size_t)t * outputs + i] = __float2half(silu_mul(sum[0], sum[1]));
-  if (mode == OUT_FLOAT) ((float*)out)[(size_t)t * outputs + i] = sum[0];
+#pragma unroll
+  for (int t = 0; t < TOKENS; t++) {
+    for (int part = 0; part < 2; part++)
+      for (int offset = LANES / 2; offset > 0; offset /= 2)
+        sum[part][t] += __shfl_xor_sync(~0u, sum[part][t], offset);
+    size_t at = (size_t)(t0 + t) * outputs + i;
+    if (lane > 0 || t0 + t >= n_tokens) continue;
+    if (mode == OUT_SWIGLU) ((half*)out)[at] = __float2half(silu_mul(sum[0][t], sum[1][t]));
+    if (mode == OUT_FLOAT) ((float*)out)[at] = sum[0][t];
+  }
 }
 
 // Writes one lane's share of a 16 x 8 result tile: d = {row g of tokens 2t, 2t+1, row g + 8 of the
@@ -652,7 +663,7 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
   }
 }
 
-// Rung 3: 1 to 8 tokens, the columns of one mma, where a step is bound by weights and by latency
+// Rung 4: 1 to 8 tokens, the columns of one mma, where a step is bound by weights and by latency
 // and each token more is nearly free. A warp owns 16 rows and one slice of k; its weights stream
 // through a ring of 16 loads in flight (8 KB a warp, 64 KB a block; Little's law at 4.3 TB/s and
 // 0.8 us asks for 26 KB an SM), the first 16 issued before waiting for the previous kernel. What
@@ -773,7 +784,7 @@ static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix*
   launch(g, kernel, dim3(blocks), SKINNY_WARPS * WARP, shared, out, qkv, in, *m, n_tokens);
 }
 
-// Rung 4: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
+// Rung 5: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
 // TOKENS, so that each weight enters registers once. k runs through a ring of shared-memory stages
 // of 64, the weights of the first ones asked for before waiting for the previous kernel. In a stage
 // 8 tokens x 8 k's are 128 contiguous bytes (see activation_index), which both ldmatrix and wgmma
@@ -1388,11 +1399,14 @@ static Unsummed matmul(const Gpu* g, void* out, const half* x, const Matrix* m, 
   int outputs = MODE == OUT_SWIGLU ? m->n / 2 : m->n, z = 1;
   SkinnyInput in = {x, NULL, NULL, NULL, 0};
   if (g->matmul == MATMUL_NAIVE) {
-    launch(g, matmul_rows_kernel<1>, dim3(ceil_div(outputs, 256), n_tokens), 256, 0, out, MODE, x,
-           *m);
+    launch(g, matmul_rows_kernel<1, 1>, dim3(ceil_div(outputs, 256), n_tokens), 256, 0, out, MODE,
+           x, *m, n_tokens);
   } else if (g->matmul == MATMUL_GEMV) {
-    launch(g, matmul_rows_kernel<WARP>, dim3(ceil_div(outputs, 8), n_tokens), 8 * WARP, 0, out,
-           MODE, x, *m);
+    launch(g, matmul_rows_kernel<WARP, 1>, dim3(ceil_div(outputs, 8), n_tokens), 8 * WARP, 0, out,
+           MODE, x, *m, n_tokens);
+  } else if (g->matmul == MATMUL_REUSE) {
+    launch(g, matmul_rows_kernel<WARP, 8>, dim3(ceil_div(outputs, 8), ceil_div(n_tokens, 8)),
+           8 * WARP, 0, out, MODE, x, *m, n_tokens);
   } else if (n_tokens <= SKINNY_TOKENS) {
     matmul_skinny<MODE, false>(g, out, in, m, n_tokens, 0);
   } else {

@@ -150,7 +150,7 @@ static void sim_submit(Engine* e, const Batch* b, Step* s) {
   const Device* d = e->device;
   Work w = count_work(&e->w->config, b, device_kv_size(d));
   // --matmul naive or gemv: every token reads the weights for itself.
-  double bytes = e->w->matmul == MATMUL_MMA ? w.weight_bytes + w.kv_bytes : w.noreuse_bytes;
+  double bytes = e->w->matmul >= MATMUL_REUSE ? w.weight_bytes + w.kv_bytes : w.noreuse_bytes;
   double roof = fmax(bytes / d->bandwidth, w.flops / d->rate);
   e->sim_end = fmax(e->sim_end, e->sim_now) + roof + sim_gpu.step;
   s->end = e->sim_end;

@@ -65,6 +65,7 @@ ok "a run that never started leaves no .tmp" $?
 if ! [ -e /dev/nvidia0 ]; then run 2 'matmul' "$bs" --matmul gemv; fi
 run 0 'no batch above 1 gains' "$bs" sweep --device sim:h100 --model llama-3.2-1b --matmul gemv --batches 1,4,16 --out "$tmp/g"
 run 0 'batch 16 is the largest' "$bs" sweep --device sim:h100 --model llama-3.2-1b --matmul mma --batches 1,4,16 --out "$tmp/g"
+run 0 'batch 16 is the largest' "$bs" sweep --device sim:h100 --model llama-3.2-1b --matmul reuse --batches 1,4,16 --out "$tmp/g"
 if ! [ -e /dev/nvidia0 ]; then run 1 'no ' "$bs" --device cuda; fi
 
 # A sweep leaves exactly its files, complete.
