@@ -348,15 +348,20 @@ __device__ static inline V sum_slices(Unsummed u, size_t i) {
 // x[T, D] += a linear layer's result, see sum_slices; normed[R, D] = RMSNorm(x) * weight,
 // as fp16. One block per output row; row[r] names the token (NULL: all of them). Must move 4 bytes
 // an element for each slice and 10 for x and normed. PRECONDITION: D is a multiple of 4, at most
-// 8,192. Twin: rms_norm.
+// MOST x 1,024: few registers leave room for the next kernel to start. Twin: rms_norm.
+template <int MOST>
 __global__ void __launch_bounds__(NORM_THREADS)
     add_norm_kernel(half* normed, float* x, Unsummed y, const float* weight, const int* row,
                     int dim, float eps, int group) {
-  enum { MOST = 8 };  // D up to 8 x 4 x 256 = 8192
+  float4 v[MOST], w[MOST];
+#pragma unroll
+  for (int i = 0; i < MOST; i++) {
+    int at = i * NORM_THREADS + threadIdx.x;
+    if (at < dim / 4) w[i] = ((const float4*)weight)[at];
+  }
   wait_for_previous();
   int t = row ? row[blockIdx.x] : blockIdx.x;
   float4* xt = (float4*)(x + (size_t)t * dim);
-  float4 v[MOST];
   float sum[1] = {0};
 #pragma unroll
   for (int i = 0; i < MOST; i++) {
@@ -374,7 +379,7 @@ __global__ void __launch_bounds__(NORM_THREADS)
     if (at >= dim / 4) break;
     if (y.parts) xt[at] = v[i];
     half2 h[2];
-    norm4(h, v[i], scale, ((const float4*)weight)[at]);
+    norm4(h, v[i], scale, w[i]);
     for (int j = 0; j < 2; j++)
       *(half2*)(normed + activation_index(blockIdx.x, at * 4 + j * 2, dim, group)) = h[j];
   }
@@ -382,7 +387,8 @@ __global__ void __launch_bounds__(NORM_THREADS)
 
 static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const float* weight,
                      const int* row) {
-  launch(g, add_norm_kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
+  auto kernel = c->dim <= 2048 ? add_norm_kernel<2> : add_norm_kernel<8>;
+  launch(g, kernel, dim3(rows), NORM_THREADS, 0, g->normed, g->x, y, weight, row, c->dim,
          c->norm_eps, activation_group(g, rows));
 }
 
@@ -681,7 +687,8 @@ typedef struct {
 
 // RMSNorm of up to 8 tokens into shared memory, [k / 32][T][32]: rows of 32 k's, as the B fragments
 // want them.
-__device__ static void norm_tokens(half* normed, const SkinnyInput* in, int k, int n_tokens) {
+__device__ static void norm_tokens(half* normed, const float4* weight, const SkinnyInput* in, int k,
+                                   int n_tokens) {
   enum { AT_ONCE = 4 };  // loads overlap; the ring of weights leaves registers for no more
 #pragma unroll 1
   for (int t0 = 0; t0 < n_tokens; t0 += AT_ONCE) {
@@ -697,9 +704,10 @@ __device__ static void norm_tokens(half* normed, const SkinnyInput* in, int k, i
 #pragma unroll
       for (int t = 0; t < AT_ONCE; t++) sum[t] += square4(x[t][at]);
     block_sums<AT_ONCE>(sum);
+    copy_wait<0>();
 #pragma unroll 1
     for (int at = threadIdx.x; at < k / 4; at += NORM_THREADS) {
-      float4 w = ((const float4*)in->weight)[at];
+      float4 w = weight[at];  // which this thread has copied
       half* to = normed + (at / 8 * n_tokens + t0) * TILE_K + at % 8 * 4;
 #pragma unroll
       for (int t = 0; t < AT_ONCE; t++)
@@ -729,8 +737,12 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
     if (i < count) a[i][0] = load_weights(wp + i * STEP);
     if (i < count) a[i][1] = load_weights(wp + i * STEP + 32);
   }
+  float4* norm_weight = (float4*)((half*)shared + (size_t)n_tokens * k);
+  for (int at = threadIdx.x; NORM && at < k / 4; at += NORM_THREADS)
+    copy_async(norm_weight + at, (const float4*)in.weight + at, true);
+  copy_commit();
   wait_for_previous();
-  if (NORM) norm_tokens((half*)shared, &in, k, n_tokens);
+  if (NORM) norm_tokens((half*)shared, norm_weight, &in, k, n_tokens);
   const int step = NORM ? n_tokens * TILE_K : TILE_K;  // halves from one tile of k to the next
   const half* xp = NORM ? (const half*)shared + (start * n_tokens + g) * TILE_K + t * 8
                         : in.x + (size_t)g * k + start * TILE_K + t * 8;
@@ -772,7 +784,7 @@ template <Output MODE, bool NORM>
 static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens,
                           int layer) {
   auto kernel = matmul_skinny_kernel<MODE, NORM>;
-  size_t shared = NORM ? (size_t)n_tokens * m->k * sizeof(half) : 0;
+  size_t shared = NORM ? m->k * (n_tokens * sizeof(half) + sizeof(float)) : 0;
   static bool configured;
   if (!configured)
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -926,16 +938,17 @@ __host__ __device__ constexpr int fill_warps(int tokens, bool sliced) {
 }
 #endif
 
-// Blocks of 256 tokens run in clusters of two: the same tokens, neighbouring rows. Where the code
-// is for sm_90a each fetches one of the two groups of activations for both, which is a third less
-// to read from the L2 cache.
+// Blocks of 128 and 256 tokens run in clusters of two: the same tokens, neighbouring rows. Where
+// the code is for sm_90a each fetches half of the activations for both, which is a third less to
+// read from the L2 cache, whose 5.8 TB/s are their limit. (Four would be better yet, but an H200
+// holds fewer than 32 clusters of four at once: gate-up's 128 blocks would take two turns.)
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ constexpr int cluster_size(int) {
   return 1;
 }
 #else
 __host__ __device__ constexpr int cluster_size(int tokens) {
-  return tokens == 256 ? 2 : 1;
+  return tokens >= 128 ? 2 : 1;
 }
 #endif
 
@@ -1002,16 +1015,21 @@ __device__ static inline void fill_weights(const Ring* r, const KWalk* to) {
                    r->w + (size_t)to->at * BLOCK_TILES * 64, bytes, r->full + to->slot);
 }
 
+// A block's share of a stage's activations: of 8 pieces (of 8 k's) of each group of tokens. A last
+// stage has fewer pieces.
 template <int TOKENS>
 __device__ static inline void fill_tokens(const Ring* r, const KWalk* to) {
-  constexpr int GROUP = token_group(TOKENS), TILE = GROUP * 4, CLUSTER = cluster_size(TOKENS);
+  constexpr int GROUP = token_group(TOKENS), CLUSTER = cluster_size(TOKENS), ALL = STAGE_TILES * 4,
+                SHARE = TOKENS / GROUP * ALL / CLUSTER, AT_ONCE = SHARE < ALL ? SHARE : ALL;
+  int pieces = walk_tiles(to) * 4;
 #pragma unroll
-  for (int first = 0; first < TOKENS / GROUP; first += CLUSTER) {
-    int i = first + blockIdx.y % CLUSTER;
-    copy_bulk<(CLUSTER > 1)>(
-        r->stages + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + i * TILE * STAGE_TILES,
-        r->x + min(i, r->groups - 1) * r->group + to->at * TILE, walk_tiles(to) * TILE * 16,
-        r->full + to->slot);
+  for (int i = 0; i < SHARE; i += AT_ONCE) {
+    int at = (int)(blockIdx.y % CLUSTER) * SHARE + i, group = at / ALL, piece = at % ALL;
+    if (piece < pieces)
+      copy_bulk<(CLUSTER > 1)>(
+          r->stages + to->slot * stage_size(TOKENS) + STAGE_WEIGHTS + at * GROUP,
+          r->x + min(group, r->groups - 1) * r->group + (to->at * 4 + piece) * GROUP,
+          min(AT_ONCE, pieces - piece) * GROUP * 16, r->full + to->slot);
   }
 }
 
@@ -2038,7 +2056,7 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
   int shares = attention_shares(g->device, &qkv, runs, splits);
   Unsummed none = {NULL, 0, false, 0}, whole = {g->y, 1, false, 0}, y = none;
   bool few = g->matmul == MATMUL_MMA && T <= SKINNY_TOKENS &&
-             (size_t)T * c->dim * sizeof(half) + 8192 <= (size_t)g->device->shared_bytes;
+             c->dim * (T * sizeof(half) + sizeof(float)) + 8192 <= (size_t)g->device->shared_bytes;
   SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0},
               norm = {NULL, g->x, NULL, NULL, c->norm_eps};
   // Attention can rotate and store by itself if tokens do not need each other; worth it while all
