@@ -1930,22 +1930,35 @@ __global__ void probe_mma_kernel(float* out, int rounds) {
 }
 
 // The same with wgmma, whose 128 B columns come from shared memory. Two warpgroups an SM and two
-// accumulators each, with a group of products always under way: the matrix units never wait.
-enum { WGMMAS = 8, WGMMA_TOKENS = 128, WARPGROUP = 4 * WARP };
+// accumulators each, with a group of products always under way: the matrix units never wait. The
+// numbers differ from product to product, as a model's do: at full rate a GPU's clock depends on
+// how many bits change (an H200 makes 967 TFLOP/s of ever the same operands).
+enum { WGMMAS = 8, WGMMA_TOKENS = 128, WARPGROUP = 4 * WARP, PROBE_TILES = 4 };
+
+// Eight fp16 numbers of magnitude 1 to 2, any sign and mantissa.
+__device__ static inline uint4 probe_numbers(uint32_t seed) {
+  const uint32_t any = 0x83ff83ffu, one = 0x3c003c00u;
+  return make_uint4((hash32(seed) & any) | one, (hash32(seed + 1) & any) | one,
+                    (hash32(seed + 2) & any) | one, (hash32(seed + 3) & any) | one);
+}
 
 __global__ void __launch_bounds__(2 * WARPGROUP) probe_wgmma_kernel(float* out, int rounds) {
-  __shared__ uint4 b[2 * WGMMA_TOKENS];  // k's 0 to 7, then 8 to 15
+  __shared__ uint4 b[PROBE_TILES][2 * WGMMA_TOKENS];  // k's 0 to 7, then 8 to 15
   float d[2][WGMMA_TOKENS / 8][4] = {};
-  uint32_t one = 0x3c003c00u ^ (threadIdx.x * 0x00110013u & 0x03ff03ff);  // as above
-  uint4 a = make_uint4(one, one ^ 0x8000, one ^ 0x80000000u, one);
-  b[threadIdx.x] = make_uint4(one ^ 0x8000, one, one ^ 0x80000000u, one);
+  uint4 a[PROBE_TILES];
+#pragma unroll
+  for (int i = 0; i < PROBE_TILES; i++) {
+    a[i] = probe_numbers((i * 2 * WARPGROUP + threadIdx.x) * 8);
+    b[i][threadIdx.x] = probe_numbers((i * 2 * WARPGROUP + threadIdx.x) * 8 + 4);
+  }
   wgmma_publish();
   __syncthreads();
 #pragma unroll 1
   for (int i = 0; i < rounds; i++) {
     wgmma_start();
 #pragma unroll
-    for (int j = 0; j < WGMMAS; j++) wgmma<WGMMA_TOKENS>(d[j % 2], a, b);
+    for (int j = 0; j < WGMMAS; j++)
+      wgmma<WGMMA_TOKENS>(d[j % 2], a[j % PROBE_TILES], b[j % PROBE_TILES]);
     wgmma_end();
     wgmma_wait<1>();
   }

@@ -210,15 +210,15 @@ static void print_knee(FILE* f, const SweepReport* s) {
   fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence.\n");
 }
 
-// How far a model of three numbers carries: two ceilings and one measured overhead.
+// How far three numbers carry: bandwidth, the rate that prompts reach, and one measured overhead.
 static void print_prediction(FILE* f, const SweepReport* s) {
   double overhead = step_overhead(s->rows, s->n_rows);
   if (s->simulated || isnan(overhead)) return;
   const SweepRow* first = first_step(s->rows, s->n_rows);
   fprintf(
       f,
-      "Prediction: reading, then multiplying, %+.0f us (batch %d's overhead) is within %.0f%% of "
-      "every step.\n",
+      "Prediction: reading, multiplying as fast as for prompts, %+.0f us (batch %d's overhead): "
+      "within %.0f%% of every step.\n",
       overhead, first->batch, prediction_error(s->rows, s->n_rows));
 }
 

@@ -713,8 +713,11 @@ static void test_refused_weights(void) {
   free_model(&m);
 }
 
-int main(void) {
+int main(int argc, char** argv) {
   char err[ERR_LEN];
+  (void)argc;
+  limit_spinning(argv);
+  setvbuf(stdout, NULL, _IOLBF, 0);  // a run that is stopped has said how far it came
   if (!device_open(&gpu, cuda_backend, 0, err)) {
     printf("skipped: %s\n0 passed, 0 failed, 1 skipped\n", err);
     return 0;
