@@ -23,17 +23,17 @@
 //  1362  weights            from a checkpoint to what the device wants
 //  1456  metrics            percentiles
 //  1490  knee               the walk that finds the working point
-//  1614  parts/interop.h    other tools' measurements and traces in, their options out
-//  1615  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1617  parts/options.h    one table for parser and --help
-//  1619  sweep              one row per batch size
-//  1767  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1768  parts/tokenizer.h  text to tokens and back
-//  1770  commands           a device, a model, defaults; bs sweep
-//  1962  parts/plan.h       bs plan and bs knee
-//  1964  streams            lengths and arrivals, drawn or from a trace
-//  1996  compare            one stream of requests through every policy
-//  2512  parts/generate.h   bs generate; then main
+//  1615  parts/interop.h    other tools' measurements and traces in, their options out
+//  1616  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1618  parts/options.h    one table for parser and --help
+//  1620  sweep              one row per batch size
+//  1768  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1769  parts/tokenizer.h  text to tokens and back
+//  1771  commands           a device, a model, defaults; bs sweep
+//  1963  parts/plan.h       bs plan and bs knee
+//  1965  streams            lengths and arrivals, drawn or from a trace
+//  1997  compare            one stream of requests through every policy
+//  2513  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -1578,9 +1578,10 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
 }
 
 // A step's time if reading and multiplying took turns. Reading: its bytes at the ceiling (MBU is
-// that share of the step). Multiplying: what as many tokens of the row's prompts took, since they
-// are the same products; without prompts, its FLOPs at the ceiling (MFU). The roofline, where the
-// two overlap perfectly, is the larger one; our kernels are nearer to this sum.
+// that share of the step). Multiplying: what as many tokens of the row's prompts took, the same
+// products but for the output matrix, which only a prompt's last token meets; without prompts, its
+// FLOPs at the ceiling (MFU). The roofline, where the two overlap perfectly, is the larger one; our
+// kernels are nearer to this sum.
 static double in_turn_us(const SweepRow* r) {
   double multiplying = r->step_us * r->mfu_pct / 100;
   if (r->prefill_tok_s > 0) multiplying = 1e6 * r->batch / r->prefill_tok_s;

@@ -5,6 +5,7 @@
 //   fragments           how data lies so that one load per lane feeds a matrix unit
 //   what the GPU holds  token list, cache, a step's state; how a kernel is launched
 //   norm, RoPE          what happens between linear layers
+//   logits              how the next token is chosen
 //   linear layers       a ladder of five rungs: naive, gemv, reuse, skinny (1 to 8 tokens), tile
 //   attention           one kernel for decode and prefill, over the paged cache
 //   sampling, loading   on the device; so are random weights
@@ -347,8 +348,9 @@ __device__ static inline V sum_slices(Unsummed u, size_t i) {
 
 // x[T, D] += a linear layer's result, see sum_slices; normed[R, D] = RMSNorm(x) * weight,
 // as fp16. One block per output row; row[r] names the token (NULL: all of them). Must move 4 bytes
-// an element for each slice and 10 for x and normed. PRECONDITION: D is a multiple of 4, at most
-// MOST x 1,024: few registers leave room for the next kernel to start. Twin: rms_norm.
+// an element for each part and 10 for x and normed. PRECONDITION: D is a multiple of 4, at most
+// MOST x 1,024. MOST = 2 needs 74 registers instead of 128, which leaves room for the next kernel
+// to start. Twin: rms_norm.
 template <int MOST>
 __global__ void __launch_bounds__(NORM_THREADS)
     add_norm_kernel(half* normed, float* x, Unsummed y, const float* weight, const int* row,
@@ -456,7 +458,7 @@ __device__ static inline void store_qkv(const QkvTarget* to, int t, int head, in
   row[second_at] = __ushort_as_half(f32_to_f16(second));
 }
 
-// Adds up the slices of qkv and stores them: 4 bytes an element for each slice, 2 for the result. A
+// Adds up the parts of qkv and stores them: 4 bytes an element for each part, 2 for the result. A
 // thread per pair; blockIdx.x = token.
 __global__ void rope_kernel(QkvTarget to, Unsummed qkv) {
   wait_for_previous();
@@ -528,10 +530,10 @@ static void rope(const Gpu* g, int n_tokens, QkvTarget to, Unsummed qkv) {
 }
 
 // ---- What becomes of logits: sampling on the device, so that a decode step never waits for the
-// host. Greedy is the
-// largest logit; temperature > 0 adds Gumbel noise to logit / temperature, whose largest element is
-// a sample of the softmax (Gumbel-max trick). The noise is a hash of (request's seed, position,
-// token), so a request draws the same text wherever and whenever it runs.
+// host. Greedy is the largest logit; temperature > 0 adds Gumbel noise to logit / temperature,
+// whose largest element is a sample of the softmax (Gumbel-max trick). The noise is a hash of
+// (request's seed, position, token), so a request draws the same text wherever and whenever it
+// runs.
 
 __device__ static inline Candidate better(Candidate a, Candidate b) {
   bool take_b = b.score > a.score || (b.score == a.score && b.token < a.token);
@@ -606,9 +608,10 @@ __device__ static inline float silu_mul(float gate, float up) {
 // (GEMV, a warp per row): loads are as wide as can be, near the memory roofline at batch 1; but
 // every sequence reads all weights again, so batching buys nothing: the lower line of
 // throughput.png. <32, 8> (reuse): what was read serves 8 tokens. That is the whole idea of
-// batching, by plain arithmetic; but 8 multiplications a weight and token, one by one, soon take
-// longer than the reading, and that is what matrix units are for. Must move 2 n k bytes for every
-// TOKENS tokens. PRECONDITION: k is a multiple of 8.
+// batching, by plain arithmetic; but 8 multiplications for every weight, one by one, soon take
+// longer than the reading, and that is what matrix units are for. (Tokens that are missing are
+// multiplied too, as copies of the last: batch 1 costs what 8 does.) Must move 2 n k bytes for
+// every TOKENS tokens. PRECONDITION: k is a multiple of 8.
 template <int LANES, int TOKENS>
 __global__ void matmul_rows_kernel(void* out, Output mode, const half* x, Matrix m, int n_tokens) {
   wait_for_previous();
@@ -805,7 +808,7 @@ static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix*
 //
 // On Hopper one thread keeps the ring full with bulk copies, one for all weights of a stage (with 8
 // copies of 2 KB instead gate-up took 33 us), and from 33 tokens on four warps multiply together
-// with wgmma, which reads the activations once per 64 rows and runs at 1.35 times mma.sync's rate.
+// with wgmma, which reads the activations once per 64 rows and runs at 1.5 times mma.sync's rate.
 // Both instructions gave the same bits for 8 million sums of four kinds of numbers; the tests
 // compare them, since up to 32 tokens it is mma.sync.
 //
@@ -939,9 +942,10 @@ __host__ __device__ constexpr int fill_warps(int tokens, bool sliced) {
 #endif
 
 // Blocks of 128 and 256 tokens run in clusters of two: the same tokens, neighbouring rows. Where
-// the code is for sm_90a each fetches half of the activations for both, which is a third less to
-// read from the L2 cache, whose 5.8 TB/s are their limit. (Four would be better yet, but an H200
-// holds fewer than 32 clusters of four at once: gate-up's 128 blocks would take two turns.)
+// the code is for sm_90a each fetches half of the activations for both, so that there is a third
+// less to read from the L2 cache at 256 tokens, a quarter less at 128: its 5.8 TB/s are their
+// limit. (Four would be better yet, but an H200 holds fewer than 32 clusters of four at once:
+// gate-up's 128 blocks would take two turns.)
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 __device__ constexpr int cluster_size(int) {
   return 1;
@@ -1033,8 +1037,8 @@ __device__ static inline void fill_tokens(const Ring* r, const KWalk* to) {
   }
 }
 
-// A ninth warp does nothing but this, in one thread (as a task of a multiplying warp: 1,350 us a
-// step at 64 tokens instead of 1,314). Returns whether the caller belongs to that warp.
+// One thread beyond the warps that multiply does nothing but this (as a task of a multiplying warp:
+// 1,350 us a step at 64 tokens instead of 1,314). Returns whether the caller is of a warp beyond.
 template <int TOKENS, int STAGES, bool SLICED>
 __device__ static bool ring_fill(Ring* r) {
   if (threadIdx.x < STAGES) {
@@ -1067,7 +1071,8 @@ __device__ static bool ring_fill(Ring* r) {
     fill_tokens<TOKENS>(r, &r->load);
     walk_next<STAGES, SLICED>(&r->load, r->m);
   }
-  // A block of a cluster stays until the other one has signalled its last use of every slot.
+  // A block of a cluster stays until the other one has signalled its last use of every slot. Turn i
+  // waits for the use of turn i - STAGES; before the first STAGES there was none.
   for (int last = i + STAGES; cluster_size(TOKENS) > 1 && i < last; i++) {
     if (i >= STAGES) barrier_wait(r->empty + r->load.slot, r->load.parity ^ 1);
     walk_next<STAGES, SLICED>(&r->load, r->m);
@@ -1214,7 +1219,7 @@ __device__ static inline void store_floats(float* out, const float d[][4], int r
 
 // A block's 128 rows x TOKENS of logits become the best of them for each token, in one of the
 // vocabulary's pieces of 128. Through shared memory, [128][WIDTH] so that neither a warp's stores
-// nor its loads meet in a bank; SHARES threads a token.
+// nor its loads meet in a bank (but two loads at 16 tokens); SHARES threads a token.
 template <int TOKENS>
 __device__ static inline void store_best(const SampleTarget* to, float* shared, const float d[][4],
                                          int row0, int n, int token0, int n_tokens) {
@@ -1365,7 +1370,8 @@ static void launch_depth(const Gpu* g, void* out, const half* x, const Matrix* m
 template <Output MODE>
 static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                          int z) {
-  constexpr bool SLICED = MODE == OUT_FLOAT;  // SwiGLU's matrix has one slice
+  constexpr bool SLICED = MODE == OUT_FLOAT;  // gate-up and the output matrix have one slice
+  if (!SLICED && m->slices > z) die("%d slices where one is expected", m->slices);
   int kb = g->device->shared_bytes / 1024;
   auto run = launch_depth<MODE, false, 256, 4, 4, 4>;
   if (n_tokens <= 128 || kb < 200) run = launch_depth<MODE, false, 128, 6, 3, 3>;
@@ -2021,7 +2027,7 @@ static double probe_wgmma_rate(const Device* d, float* p) {
   return have_wgmma * 2.0 * 64 * WGMMA_TOKENS * 16 * WGMMAS * rounds * d->sms * 2 / seconds;
 }
 
-// What the kernels below multiply with, see multiply_tile: the faster of the two.
+// What the tile kernel multiplies with, see multiply_tile: the faster of the two.
 static double gpu_probe_rate(const Device* d) {
   float* p = (float*)gpu_alloc(256);
   if (!p) die("no memory to probe %s with", d->name);

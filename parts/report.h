@@ -210,16 +210,17 @@ static void print_knee(FILE* f, const SweepReport* s) {
   fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence.\n");
 }
 
-// How far three numbers carry: bandwidth, the rate that prompts reach, and one measured overhead.
+// How far three numbers carry: bandwidth, the rate that prompts reach (the ceiling where that is
+// unknown), and one measured overhead.
 static void print_prediction(FILE* f, const SweepReport* s) {
   double overhead = step_overhead(s->rows, s->n_rows);
   if (s->simulated || isnan(overhead)) return;
   const SweepRow* first = first_step(s->rows, s->n_rows);
-  fprintf(
-      f,
-      "Prediction: reading, multiplying as fast as for prompts, %+.0f us (batch %d's overhead): "
-      "within %.0f%% of every step.\n",
-      overhead, first->batch, prediction_error(s->rows, s->n_rows));
+  fprintf(f,
+          "Prediction: reading, multiplying %s, %+.0f us (batch %d's overhead): "
+          "within %.0f%% of every step.\n",
+          first->prefill_tok_s > 0 ? "as fast as for prompts" : "at the ceiling", overhead,
+          first->batch, prediction_error(s->rows, s->n_rows));
 }
 
 static PolicyResult no_result;  // all of it undefined
