@@ -9,31 +9,31 @@
 // The map, top to bottom, after the structs of model.h (Matrix, Weights, KVCache, Batch). What a
 // first reading can skip is in parts/, included where it stands:
 //    60  rows and Backend   what a run measures and decides; a device is a struct of functions
-//   199  platform shim      memory by purpose
-//   335  ceilings           how fast this device can read and multiply
-//   414  requests           what a client wants, and where it stands
-//   444  KV cache           blocks of 16 tokens and who holds them
-//   515  engine             a model on a device, with steps in flight
-//   649  roofline           the work of a step, counted
-//   695  scheduler          static, bucketed, continuous: who runs in the next step
-//  1071  engine loop        plan, submit, collect
-//  1244  CPU backend        submit = forward_cpu
-//  1354  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1357  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
-//  1362  weights            from a checkpoint to what the device wants
-//  1456  metrics            percentiles
-//  1490  knee               the walk that finds the working point
-//  1615  parts/interop.h    other tools' measurements and traces in, their options out
-//  1616  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1618  parts/options.h    one table for parser and --help
-//  1620  sweep              one row per batch size
-//  1768  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1769  parts/tokenizer.h  text to tokens and back
-//  1771  commands           a device, a model, defaults; bs sweep
-//  1963  parts/plan.h       bs plan and bs knee
-//  1965  streams            lengths and arrivals, drawn or from a trace
-//  1997  compare            one stream of requests through every policy
-//  2513  parts/generate.h   bs generate; then main
+//   200  platform shim      memory by purpose
+//   337  ceilings           how fast this device can read and multiply
+//   416  requests           what a client wants, and where it stands
+//   446  KV cache           blocks of 16 tokens and who holds them
+//   517  engine             a model on a device, with steps in flight
+//   651  roofline           the work of a step, counted
+//   700  scheduler          static, bucketed, continuous: who runs in the next step
+//  1076  engine loop        plan, submit, collect
+//  1249  CPU backend        submit = forward_cpu
+//  1359  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1362  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
+//  1367  weights            from a checkpoint to what the device wants
+//  1461  metrics            percentiles
+//  1495  knee               the walk that finds the working point
+//  1627  parts/interop.h    other tools' measurements and traces in, their options out
+//  1628  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1630  parts/options.h    one table for parser and --help
+//  1632  sweep              one row per batch size
+//  1780  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1781  parts/tokenizer.h  text to tokens and back
+//  1783  commands           a device, a model, defaults; bs sweep
+//  1979  parts/plan.h       bs plan and bs knee
+//  1981  streams            lengths and arrivals, drawn or from a trace
+//  2013  compare            one stream of requests through every policy
+//  2531  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -83,6 +83,7 @@ typedef struct {  // one line of sweep.csv; NaN (or 0 for ints): undefined, an e
   double step_bytes, step_flops;  // per decode step, counted
   Bound bound;
   double mem_weights_mib, mem_kv_mib, mem_work_mib, mem_other_mib, mem_used_mib, mem_limit_mib;
+  bool simulated;
 } SweepRow;
 
 typedef enum {
@@ -233,6 +234,7 @@ static double now(void) {  // seconds, monotonic
 static void die(const char* format, ...) {
   va_list args;
   va_start(args, format);
+  fflush(stdout);  // in a log of both the error comes last
   fprintf(stderr, "bs: ");
   vfprintf(stderr, format, args);
   fprintf(stderr, "\n");
@@ -654,17 +656,19 @@ typedef struct {
   double kv_bytes;  // read for every sequence, written for every token: what batching cannot share
   double flops;
   double noreuse_bytes;  // if every token re-read the weights
+  double reuse8_bytes;   // if weights that were read served 8 tokens: --matmul reuse
 } Work;
 
 static Work count_work(const Config* c, const Batch* b, int kv_size) {
   double D = c->dim, V = c->vocab_size, att = (double)c->n_heads * c->head_dim;
   double layer = D * qkv_width(c) + att * D + 3 * D * c->hidden_dim,
          kv = (double)kv_bytes_per_token(c, kv_size);
-  Work w = {0, 0, 0, 0};
+  Work w = {0, 0, 0, 0, 0};
   // A weight is 2 bytes, read once a step, and 2 FLOPs, done once a token: one number for both.
   double layers = 2 * c->n_layers * layer, head = b->n_rows ? 2 * V * D : 0;
   w.weight_bytes = layers + head + 2.0 * b->n_tokens * D;  // D: a row of the embedding table
   w.noreuse_bytes = w.flops = layers * b->n_tokens + head * b->n_rows;
+  w.reuse8_bytes = layers * ((b->n_tokens + 7) / 8) + head * ((b->n_rows + 7) / 8);
   for (int t = 0; t < b->n_tokens; t++) {
     // Its own K and V are written; all earlier ones are read once for a slot's tokens of a step.
     bool last_of_slot = t + 1 == b->n_tokens || b->slot[t + 1] != b->slot[t];
@@ -672,6 +676,7 @@ static Work count_work(const Config* c, const Batch* b, int kv_size) {
     w.flops += 4.0 * att * c->n_layers * (b->pos[t] + 1);  // q . k and p . v, 2 FLOPs each
   }
   w.noreuse_bytes += w.kv_bytes;
+  w.reuse8_bytes += w.kv_bytes;
   return w;
 }
 
@@ -1578,38 +1583,45 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
 }
 
 // A step's time if reading and multiplying took turns. Reading: its bytes at the ceiling (MBU is
-// that share of the step). Multiplying: what as many tokens of the row's prompts took, the same
-// products but for the output matrix, which only a prompt's last token meets; without prompts, its
+// that share of the step). Multiplying, by_prompts: what as many tokens of the row's prompts took,
+// the same products but for the output matrix, which only a prompt's last token meets; else its
 // FLOPs at the ceiling (MFU). The roofline, where the two overlap perfectly, is the larger one; our
-// kernels are nearer to this sum.
-static double in_turn_us(const SweepRow* r) {
-  double multiplying = r->step_us * r->mfu_pct / 100;
-  if (r->prefill_tok_s > 0) multiplying = 1e6 * r->batch / r->prefill_tok_s;
+// kernels are nearer to this sum. NaN: something was not measured.
+static double in_turn_us(const SweepRow* r, bool by_prompts) {
+  double multiplying =
+      by_prompts ? 1e6 * r->batch / r->prefill_tok_s : r->step_us * r->mfu_pct / 100;
   return r->step_us * r->mbu_pct / 100 + multiplying;
 }
 
-// The first row with a measured decode step; NULL: there is none.
-static const SweepRow* first_step(const SweepRow* rows, int n) {
+typedef struct {
+  const SweepRow* first;  // the overhead is this row's; NULL: there is no prediction
+  double overhead;        // us: launches, waits, host; below 0 its reading and multiplying overlap
+  double worst;           // the largest error of the other rows, in %
+  int others, checked;    // rows beside the first, and those that it could be made for
+  bool by_prompts;
+} Prediction;
+
+// In turn, + what the first row takes beyond that: the prediction for all others.
+static Prediction predict(const SweepRow* rows, int n) {
+  enum { LEAST_PROMPT = 16 };  // a prompt of one token is a decode step, and would prove itself
+  Prediction p = {NULL, NAN, 0, -1, 0, true};
   for (int i = 0; i < n; i++)
-    if (rows[i].status == ROW_OK && rows[i].step_us > 0) return &rows[i];
-  return NULL;
-}
-
-// What a step takes beyond that, in us: launches, waits, host. Measured once, at the first row that
-// ran; NaN without one. The sum + this is the prediction for all others.
-static double step_overhead(const SweepRow* rows, int n) {
-  const SweepRow* first = first_step(rows, n);
-  return first ? first->step_us - in_turn_us(first) : NAN;
-}
-
-// The largest error of that prediction, in %.
-static double prediction_error(const SweepRow* rows, int n) {
-  double worst = 0, overhead = step_overhead(rows, n);
+    if (rows[i].status == ROW_OK && rows[i].step_us > 0)
+      p.by_prompts &= rows[i].prefill_tok_s > 0 && rows[i].input_len >= LEAST_PROMPT;
   for (int i = 0; i < n; i++) {
-    if (rows[i].status != ROW_OK || !(rows[i].step_us > 0)) continue;
-    worst = fmax(worst, fabs(100 * ((in_turn_us(&rows[i]) + overhead) / rows[i].step_us - 1)));
+    double sum = in_turn_us(&rows[i], p.by_prompts);
+    if (rows[i].status != ROW_OK) continue;
+    p.others++;
+    if (!isfinite(sum)) continue;
+    if (!p.first) {
+      p.first = &rows[i];
+      p.overhead = rows[i].step_us - sum;
+    } else {
+      p.checked++;
+      p.worst = fmax(p.worst, fabs(100 * ((sum + p.overhead) / rows[i].step_us - 1)));
+    }
   }
-  return worst;
+  return p;
 }
 
 #include "parts/interop.h"
@@ -1772,6 +1784,7 @@ static bool measure(Session* s, const Options* o, int batch, SweepRow* row) {
 
 // One line and an exit status: 1 failed, 2 refused before any work, since it can never run.
 static int give_up(int status, const char* why) {
+  fflush(stdout);  // in a log of both the error comes last
   fprintf(stderr, "bs: %s\n", why);
   return status;
 }
@@ -1859,6 +1872,7 @@ static int sweep_rows(Session* s, const Options* o, SweepRow* rows, ResultFile* 
     SweepRow* row = &rows[done];
     memset(row, 0, sizeof *row);
     row->batch = o->n_batches ? o->batches[i] : defaults[i];
+    row->simulated = s->device.api == &sim_backend;
     row->input_len = o->input_len;
     row->output_len = o->output_len;
     row->repeats = o->repeats;
@@ -1877,7 +1891,8 @@ static const char* dtype_name(bool fp8_kv) {
 
 static SweepReport new_report(const SweepRow* rows, int n, KneeRules rules, const char* model,
                               const char* device) {
-  SweepReport r = {rows, n, knee(rows, n, rules), rules, model, device, false, 0, 0, 0, false};
+  bool simulated = n > 0 && rows->simulated;
+  SweepReport r = {rows, n, knee(rows, n, rules), rules, model, device, simulated, 0, 0, 0, false};
   return r;
 }
 
@@ -1946,14 +1961,15 @@ static int cmd_sweep(Session* s, const Options* o) {
     report.bandwidth = s->device.bandwidth;
     report.rate = s->device.rate;
     report.cards = 1;
-    report.simulated = simulated;
     report.fp8_kv = s->device.fp8_kv;
     Knee* k = &report.knee;
     if (interrupted && (k->rule == STOP_END || k->rule == STOP_PLATEAU)) {
+      say(k->why, sizeof k->why, "%swhat is above batch %d is unknown",
+          k->rule == STOP_PLATEAU ? "it was a plateau so far, but " : "", rows[n - 1].batch);
       k->rule = STOP_INTERRUPT;
-      say(k->why, sizeof k->why, "what is above batch %d is unknown", rows[n - 1].batch);
     }
     printf("\n");
+    print_doubts(stdout, &report);
     print_prediction(stdout, &report);
     status = finish_report(&report, o, dtype_name(s->device.fp8_kv));
   }
@@ -2469,7 +2485,9 @@ static int run_comparison(Comparison* c) {
          s->weights.config.name, s->device.name, c->stream.name, c->limits.max_batch,
          c->limits.step_tokens, c->size.n_blocks, KV_BLOCK);
   bool whole = run_policies(c);
-  if (!whole) printf("\nInterrupted: what was not finished is left out.\n");
+  if (!whole)
+    printf("\nInterrupted: what was not finished is left out%s.\n",
+           c->n_results == 0 ? ", earlier results stay" : "; no variance.png");
   if (c->n_results == 0) {  // earlier results stay as they are
     result_drop(&c->csv);
     result_drop(&c->requests);
@@ -2544,6 +2562,7 @@ static void set_signals(void) {
   action.sa_flags = (int)SA_RESETHAND;
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
+  sigaction(SIGHUP, &action, NULL);
   action.sa_handler = on_bus_error;
   sigaction(SIGBUS, &action, NULL);
 }

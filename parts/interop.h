@@ -78,6 +78,7 @@ static bool set_cell(Measured* m, const char* name, const char* text, char* why)
     for (char* c = r->reason; *c; c++)
       if (iscntrl((unsigned char)*c) || *c == '"') *c = *c == '"' ? '\'' : ' ';
   }
+  if (strcmp(name, "source") == 0) r->simulated = strcmp(text, "simulated") == 0;
   for (int i = 0; i < 4; i++)
     if (strcmp(name, "bound") == 0 && strcmp(text, bound_names[i]) == 0) r->bound = (Bound)i;
   if (strcmp(name, "status") == 0) {
@@ -90,8 +91,11 @@ static bool set_cell(Measured* m, const char* name, const char* text, char* why)
     if (strcmp(name, columns[i].name) != 0) continue;
     char* end;
     double value = strtod(text, &end);
-    if (*end != '\0' || !(value >= 0 && value <= 1e18))
-      return say(why, WHY_LEN, "%s '%.40s': must be a number from 0 to 1e18", name, text);
+    size_t length = strlen(name);
+    double most = length > 4 && strcmp(name + length - 4, "_pct") == 0 ? 1000 : 1e18;
+    if (*end != '\0' || !(value == 0 || (value >= 1e-6 && value <= most)))
+      return say(why, WHY_LEN, "%s '%.40s': must be 0 or a number from 1e-6 to %g", name, text,
+                 most);
     *column_of(m, i) = value;
   }
   return true;
@@ -274,6 +278,10 @@ static int choose_rows(const char* path, Measured* m, int n, int input_len, int 
   if (kept == 0) file_error(err, path, "rows: none has --input-len and --output-len");
   for (int i = 0; i < kept; i++) {
     const SweepRow *a = &m->row, *b = &m[i].row;
+    if (a->simulated != b->simulated) {
+      file_error(err, path, "line %d: simulated and measured rows are no curve", m[i].line);
+      return -1;
+    }
     if (a->input_len == b->input_len && a->output_len == b->output_len) continue;
     file_error(err, path, "line %d: %d + %d tokens, after %d + %d in line %d: %s", m[i].line,
                b->input_len, b->output_len, a->input_len, a->output_len, m->line,

@@ -18,11 +18,15 @@ static bool map_file(const char* path, Mapping* map, char* err) {
   struct stat st;
   const int fd = open(path, O_RDONLY | O_NONBLOCK);  // a FIFO must not make us wait
   if (fd < 0) return file_error(err, path, "open: %s", strerror(errno));
-  map->len = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) ? (size_t)st.st_size : 0;
+  bool regular = fstat(fd, &st) == 0 && S_ISREG(st.st_mode);
+  map->len = regular ? (size_t)st.st_size : 0;
   map->addr = mmap(NULL, map->len, PROT_READ, MAP_PRIVATE, fd, 0);
   close(fd);
   if (map->addr != MAP_FAILED) return true;
-  return file_error(err, path, "open: %s", map->len ? "no room" : "empty, or not a regular file");
+  return file_error(err, path, "open: %s",
+                    map->len  ? "no room"
+                    : regular ? "empty"
+                              : "not a regular file");
 }
 
 // What has been read of a file need not stay in memory: of a checkpoint larger than the machine,

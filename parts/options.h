@@ -153,7 +153,7 @@ static const Option option_table[] = {
     {"--prompt", "TEXT", "", PROMPT, 0, 1, MAX_PROMPTS, CMD_GENERATE,
      "text to continue; repeatable"},
     {"--prompts", "FILE", "", TEXT, AT(prompts_file), 0, 0, CMD_COMPARE | CMD_GENERATE,
-     "prompts, one a line"},
+     "prompts, one a line, 256 at most"},
     {"--temperature", "X", "", REAL, AT(temperature), 0, 10, CMD_COMPARE | CMD_GENERATE,
      "0: likeliest token (generate 0, compare 1)"},
     {"--json", "", "", FLAG, AT(json), 0, 0, CMD_GENERATE, "an object per prompt"},

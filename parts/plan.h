@@ -60,6 +60,7 @@ static void plan_row(const Plan* p, int batch, SweepRow* row) {
   int in = p->input_len, out = p->output_len;
   memset(row, 0, sizeof *row);
   row->batch = batch;
+  row->simulated = true;
   row->input_len = in;
   row->output_len = out;
   plan_memory(p, batch, in + out, row);
@@ -195,7 +196,7 @@ static void add_roofline(const Plan* p, SweepRow* rows, int n) {
   for (int i = 0; i < n; i++) {
     SweepRow best, *r = &rows[i];
     plan_row(p, r->batch, &best);
-    if (r->status != ROW_OK || best.status != ROW_OK || r->roof_us > 0) continue;
+    if (r->status != ROW_OK || best.status != ROW_OK) continue;
     r->step_us = 1e3 * (isnan(r->tpot.p50) ? at_percentile(r->tpot, 99) : r->tpot.p50);
     r->roof_us = best.roof_us;
     r->noreuse_us = best.noreuse_us;
@@ -229,6 +230,10 @@ static int cmd_knee(Session* s, const Options* o) {
     return give_up(1, err);
   SweepReport report = new_report(rows, n, rules, *o->model ? o->model : "unknown model", o->file);
   if (strncmp(o->device, "sim:", 4) == 0) {
+    for (int i = 0; i < n; i++)
+      if (rows[i].roof_us > 0)
+        return give_up(2,
+                       "--device: the file has the roofline of the device that it was measured on");
     Options all = *o;
     all.input_len = rows->input_len;
     all.output_len = rows->output_len;
@@ -246,6 +251,7 @@ static int cmd_knee(Session* s, const Options* o) {
   }
   find_ceilings(&report);
   print_walk(stdout, &report);
+  print_doubts(stdout, &report);
   print_prediction(stdout, &report);
   printf("\n%s\n", note);
   return save_report(&report, o, "unknown", o->file);
@@ -294,7 +300,6 @@ static int cmd_plan(Session* s, const Options* o) {
     if (heads[i] == own) shown = i;
     SweepReport r =
         new_report(rows[i], plan_curve(&p, o, rows[i]), o->rules, p.config.name, p.device.name);
-    r.simulated = true;
     r.bandwidth = p.device.bandwidth;
     r.rate = p.device.rate;
     r.cards = cards;

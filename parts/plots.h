@@ -277,7 +277,8 @@ static double row_value(const SweepReport* r, int i, int v) {
   double bend = i == 0 ? work : i == 1 ? ridge : fmax(2 * ridge, work);
   double peak = fmin(bend * r->bandwidth, r->rate);
   double step = w->step_us, roof_us = w->roof_us;
-  double predicted = r->simulated ? NAN : in_turn_us(w) + step_overhead(r->rows, r->n_rows);
+  Prediction guess = predict(r->rows, r->n_rows);
+  double predicted = r->simulated ? NAN : in_turn_us(w, guess.by_prompts) + guess.overhead;
   const double values[] = {n,    tok,   roof,  noreuse, work,   flops, weights, kv,       act,
                            used, p.p50, p.p95, p.p99,   chosen, f.p50, f.p95,   f.p99,    slo1,
                            slo2, mark,  limit, bend,    peak,   step,  roof_us, predicted};
@@ -301,7 +302,7 @@ static const struct Chart {
     {"frontier.png", "time per output token, ms: left and up is better", "output tokens/s",
      "Batch %d trades %s times the time per token of batch %d for throughput", V_TPOT, V_TPOT,
      V_TOK},
-    {"step.png", "batch size", "time of a decode step, us; in %: what the prediction misses by",
+    {"step.png", "batch size", "time of a decode step, us; in %: predicted / measured - 1",
      "Batch %d takes %s times the step of batch %d", V_STEP, V_BATCH, V_STEP},
 };
 static const struct Series {
@@ -439,11 +440,12 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
     }
   Str ratio = format_num(row_value(r, w, c->of) / row_value(r, 0, c->of), false);
   Str title = format_str(c->finding, r->rows[w].batch, ratio.s, r->rows[0].batch);
-  double miss = prediction_error(r->rows, r->n_rows);
-  if (c->y == V_STEP && !r->simulated)
-    title = format_str("Reading, then multiplying, %+.0f us: %s %.0f%%",
-                       step_overhead(r->rows, r->n_rows),
-                       miss > 20 ? "misses steps by up to" : "every step within", miss);
+  Prediction guess = predict(r->rows, r->n_rows);
+  if (c->y == V_STEP && !r->simulated && guess.checked > 0)
+    title = format_str("Reading and multiplying, %.0f us %s: %s %.0f%%", fabs(guess.overhead),
+                       guess.overhead < 0 ? "of it at once" : "of overhead",
+                       guess.worst > 20 ? "misses steps by up to" : "every step within",
+                       ceil(guess.worst));
   else if (w == 0)
     title = format_str("Batch %d is the working point", r->rows[w].batch);
   if (w > 0 && strcmp(ratio.s, "n/a") == 0) title = format_str("Not measured: %s", c->y_name);

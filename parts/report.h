@@ -70,14 +70,14 @@ static void put_sweep_row(FILE* f, Form form, const SweepRow* r) {
       "'roof_us': %g, 'roof_pct': %g, 'mbu_pct': %g, 'mfu_pct': %g, 'bound': %s,\n"
       "'mem_weights_mib': %g, 'mem_kv_mib': %g, 'mem_work_mib': %g, 'mem_other_mib': %g,\n"
       "'mem_used_mib': %g, 'mem_limit_mib': %g, 'noreuse_us': %g, 'step_bytes': %g,\n"
-      "'step_flops': %g",
+      "'step_flops': %g, 'source': %s",
       r->batch, r->input_len, r->output_len, r->repeats, status_names[r->status], r->reason,
       r->output_tok_s, r->user_tok_s, r->prefill_tok_s, r->ttft.p50, r->ttft.p95, r->ttft.p99,
       r->tpot.p50, r->tpot.p95, r->tpot.p99, r->itl.p50, r->itl.p95, r->itl.p99, r->e2e.p50,
       r->e2e.p95, r->e2e.p99, r->itl.n, r->n_requests, r->step_us, r->roof_us, r->roof_pct,
       r->mbu_pct, r->mfu_pct, r->roof_us > 0 ? bound_names[r->bound] : "", r->mem_weights_mib,
       r->mem_kv_mib, r->mem_work_mib, r->mem_other_mib, r->mem_used_mib, r->mem_limit_mib,
-      r->noreuse_us, r->step_bytes, r->step_flops);
+      r->noreuse_us, r->step_bytes, r->step_flops, r->simulated ? "simulated" : "measured");
   fputc('\n', f);
   fflush(f);  // after a crash, the rows so far are in the file
 }
@@ -207,20 +207,35 @@ static void print_knee(FILE* f, const SweepReport* s) {
   fprintf(f, "Stopped by %s: %s.\n", stop_names[k->rule], k->why);
   if (k->second_opinion < 0) return;
   fprintf(f, "Second opinion: batch %d, the largest", s->rows[k->second_opinion].batch);
-  fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence.\n");
+  fprintf(f, " that keeps over 20%% of the first batch's tokens/s per sequence;");
+  fprintf(f, " it knows no targets and no memory.\n");
+}
+
+// What a reader should know before believing the rest: steps faster than the probe allows, or much
+// faster than at a smaller batch.
+static void print_doubts(FILE* f, const SweepReport* s) {
+  const SweepRow* before = NULL;
+  for (int i = 0; i < s->n_rows; i++) {
+    const SweepRow* r = &s->rows[i];
+    if (s->simulated || r->status != ROW_OK || !(r->step_us > 0)) continue;
+    bool above = r->roof_pct > 105, faster = before && r->step_us < 0.9 * before->step_us;
+    if (above || faster)
+      fprintf(f, "Batch %d ran %s: other work disturbed this run; measure again.\n", r->batch,
+              above ? "faster than the probed ceilings" : "much faster than a smaller one");
+    if (above || faster) return;
+    before = r;
+  }
 }
 
 // How far three numbers carry: bandwidth, the rate that prompts reach (the ceiling where that is
-// unknown), and one measured overhead.
+// unknown), and the first batch's overhead.
 static void print_prediction(FILE* f, const SweepReport* s) {
-  double overhead = step_overhead(s->rows, s->n_rows);
-  if (s->simulated || isnan(overhead)) return;
-  const SweepRow* first = first_step(s->rows, s->n_rows);
-  fprintf(f,
-          "Prediction: reading, multiplying %s, %+.0f us (batch %d's overhead): "
-          "within %.0f%% of every step.\n",
-          first->prefill_tok_s > 0 ? "as fast as for prompts" : "at the ceiling", overhead,
-          first->batch, prediction_error(s->rows, s->n_rows));
+  Prediction p = predict(s->rows, s->n_rows);
+  if (s->simulated || p.checked == 0) return;
+  fprintf(f, "Prediction: reading, multiplying %s, %+.0f us (batch %d's %s): ",
+          p.by_prompts ? "as fast as for prompts" : "at the ceiling", p.overhead, p.first->batch,
+          p.overhead < 0 ? "overlap" : "overhead");
+  fprintf(f, "within %.0f%% at %d of %d other batches.\n", ceil(p.worst), p.checked, p.others);
 }
 
 static PolicyResult no_result;  // all of it undefined

@@ -149,8 +149,9 @@ static void sim_wait(Engine* e, double until) {
 static void sim_submit(Engine* e, const Batch* b, Step* s) {
   const Device* d = e->device;
   Work w = count_work(&e->w->config, b, device_kv_size(d));
-  // --matmul naive or gemv: every token reads the weights for itself.
-  double bytes = e->w->matmul >= MATMUL_REUSE ? w.weight_bytes + w.kv_bytes : w.noreuse_bytes;
+  double bytes = w.weight_bytes + w.kv_bytes;
+  if (e->w->matmul == MATMUL_REUSE) bytes = w.reuse8_bytes;
+  if (e->w->matmul < MATMUL_REUSE) bytes = w.noreuse_bytes;  // naive, gemv
   double roof = fmax(bytes / d->bandwidth, w.flops / d->rate);
   e->sim_end = fmax(e->sim_end, e->sim_now) + roof + sim_gpu.step;
   s->end = e->sim_end;

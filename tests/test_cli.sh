@@ -65,7 +65,12 @@ ok "a run that never started leaves no .tmp" $?
 if ! [ -e /dev/nvidia0 ]; then run 2 'matmul' "$bs" --matmul gemv; fi
 run 0 'no batch above 1 gains' "$bs" sweep --device sim:h100 --model llama-3.2-1b --matmul gemv --batches 1,4,16 --out "$tmp/g"
 run 0 'batch 16 is the largest' "$bs" sweep --device sim:h100 --model llama-3.2-1b --matmul mma --batches 1,4,16 --out "$tmp/g"
-run 0 'batch 16 is the largest' "$bs" sweep --device sim:h100 --model llama-3.2-1b --matmul reuse --batches 1,4,16 --out "$tmp/g"
+run 0 'no batch above 8 gains' "$bs" sweep --device sim:h100 --model llama-3.2-1b --matmul reuse --batches 1,8,64 --out "$tmp/g"
+# What was simulated stays so, and has its roofline.
+run 0 'Working point' "$bs" knee "$tmp/g/sweep.csv" --out "$tmp/k"
+! grep -q 'Prediction' "$tmp/out" && grep -q '"source": "simulated"' "$tmp/k/config.json"
+ok "bs knee of a simulated sweep says so" $?
+run 2 'the file has the roofline' "$bs" knee "$tmp/g/sweep.csv" --model llama-2-70b --device sim:h200 --out "$tmp/k"
 if ! [ -e /dev/nvidia0 ]; then run 1 'no ' "$bs" --device cuda; fi
 
 # A sweep leaves exactly its files, complete.

@@ -38,9 +38,9 @@ fresh
 rm "$m/config.json"
 sweep_of 'model/config.json: open: No such file'
 mkfifo "$m/config.json"
-sweep_of 'model/config.json: open: empty, or not a regular file'
+sweep_of 'model/config.json: open: not a regular file'
 rm "$m/config.json" && mkdir "$m/config.json"
-sweep_of 'model/config.json: open: empty, or not a regular file'
+sweep_of 'model/config.json: open: not a regular file'
 rmdir "$m/config.json" && : >"$m/config.json"
 sweep_of 'model/config.json: open: empty'
 printf '{"model_type": "llama",' >"$m/config.json"

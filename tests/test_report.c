@@ -340,7 +340,7 @@ static void test_csv(void) {
                 "tpot_p99_ms,itl_p50_ms,itl_p95_ms,itl_p99_ms,e2e_p50_ms,e2e_p95_ms,e2e_p99_ms,"
                 "n_itl,n_requests,step_us,roof_us,roof_pct,mbu_pct,mfu_pct,bound,mem_weights_mib,"
                 "mem_kv_mib,mem_work_mib,mem_other_mib,mem_used_mib,mem_limit_mib,"
-                "noreuse_us,step_bytes,step_flops\n",
+                "noreuse_us,step_bytes,step_flops,source\n",
                 strcspn(text, "\n") + 1) == 0);
   const char* line = strchr(text, '\n') + 1;
   CHECK(strcmp(csv_cell(line, 0), "64") == 0);
@@ -353,12 +353,12 @@ static void test_csv(void) {
   CHECK(strcmp(csv_cell(line, 21), "12096") == 0);
   CHECK(strcmp(csv_cell(line, 28), "memory (KV)") == 0);
   CHECK(strcmp(csv_cell(line, 33), "700") == 0);
-  CHECK(strcmp(csv_cell(line, 37), "") == 0 && strcmp(csv_cell(line, 38), "?") == 0);
+  CHECK(strcmp(csv_cell(line, 37), "") == 0 && strcmp(csv_cell(line, 38), "measured") == 0);
   line = strchr(line, '\n') + 1;
   CHECK(strcmp(csv_cell(line, 4), "skipped") == 0);
   CHECK(strcmp(csv_cell(line, 5), "KV needs 9.1 GiB, 6.2 GiB left") == 0);
   CHECK(strcmp(csv_cell(line, 6), "") == 0 && strcmp(csv_cell(line, 28), "") == 0);
-  CHECK(strcmp(csv_cell(line, 37), "") == 0 && strcmp(csv_cell(line, 38), "?") == 0);
+  CHECK(strcmp(csv_cell(line, 37), "") == 0 && strcmp(csv_cell(line, 38), "measured") == 0);
   CHECK(!has(text, "nan"));
 
   CHECK(!result_open(&file, scratch_file("no/such/dir"), "sweep.csv", err));
@@ -496,19 +496,30 @@ static void test_config(void) {
 // 8,000 tokens/s, multiplying takes 100 and 250 us: 1,320 after the overhead of 300, 20% above.
 static void test_prediction(void) {
   SweepRow rows[3] = {row_of(1, 1000, 1), row_of(2, 1800, 1.1), row_of(4, NAN, NAN)};
-  CHECK(isnan(step_overhead(rows, 3)));  // a table without steps
+  CHECK(!predict(rows, 3).first);  // a table without steps
   rows[2].status = ROW_SKIPPED;
   rows[0].step_us = 1000;
   rows[0].mbu_pct = 60;
   rows[0].mfu_pct = 10;
-  CHECK(near(step_overhead(rows, 3), 300) && near(prediction_error(rows, 1), 0));
+  CHECK(near(predict(rows, 3).overhead, 300) && predict(rows, 1).checked == 0);
   rows[1].step_us = 1100;
   rows[1].mbu_pct = 70;
   rows[1].mfu_pct = 20;
-  CHECK(near(in_turn_us(&rows[1]), 990) && near(prediction_error(rows, 3), 100 * 190.0 / 1100));
+  Prediction p = predict(rows, 3);
+  CHECK(near(in_turn_us(&rows[1], false), 990) && near(p.worst, 100 * 190.0 / 1100));
+  CHECK(!p.by_prompts && p.first == rows && p.checked == 1 && p.others == 1);
   rows[0].prefill_tok_s = 10000;
+  rows[0].input_len = rows[1].input_len = 16;
+  CHECK(!predict(rows, 3).by_prompts);  // one way for all rows
   rows[1].prefill_tok_s = 8000;
-  CHECK(near(in_turn_us(&rows[1]), 1020) && near(prediction_error(rows, 3), 20));
+  p = predict(rows, 3);
+  CHECK(near(in_turn_us(&rows[1], true), 1020) && near(p.worst, 20) && p.by_prompts);
+  rows[1].input_len = 15;  // too short a prompt is a decode step itself
+  CHECK(!predict(rows, 3).by_prompts);
+  rows[2] = rows[1];
+  rows[2].mbu_pct = NAN;
+  p = predict(rows, 3);
+  CHECK(p.checked == 1 && p.others == 2);
 }
 
 static const char* json_of(const char* text) {
