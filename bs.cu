@@ -19,7 +19,7 @@
 //  1076  engine loop        plan, submit, collect
 //  1249  CPU backend        submit = forward_cpu
 //  1359  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1362  parts/kernels.h    the forward pass on a GPU: why 8 tokens cost as much as 1
+//  1362  parts/kernels.h    the forward pass on a GPU (4 files): why 8 tokens cost as much as 1
 //  1367  weights            from a checkpoint to what the device wants
 //  1461  metrics            percentiles
 //  1495  knee               the walk that finds the working point

@@ -128,7 +128,7 @@ ok "bs.cu: a map was found" $?
 if ! grep -q '^[0-9]' "$tmp/map"; then sed -i 's/^[0-9]*/-/' "$tmp/where"; fi
 diff "$tmp/map" "$tmp/where" | none "bs.cu: the map (<) and the sections (>), in order"
 for part in parts/*.h; do
-  [ "$(cat bs.cu model.h parts/*.h | grep -c "^#include \"$part\"")" -eq 1 ] || echo "$part"
+  [ "$(cat bs.cu model.h parts/*.h | grep -c "^#include \"\(parts/\)\?${part#parts/}\"")" -eq 1 ] || echo "$part"
 done | none "each part is included exactly once"
 awk '/^\/\/ ---- / { text = $0; sub(/^[^:.(]*[:.(]?/, "", text); at = FNR ": " $0; next }
   at && /^\/\/ / { text = text $0; next }
