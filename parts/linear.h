@@ -28,8 +28,8 @@ __device__ static inline float silu_mul(float gate, float up) {
 
 // Rungs 1 to 3: LANES threads for a row of row-major weights, 16 bytes a load, and TOKENS tokens.
 // <1, 1> (naive): neighbouring threads read rows k apart and only the caches save it. <32, 1>
-// (GEMV, a warp per row): loads are as wide as can be, near the memory roofline at batch 1; but
-// every sequence reads all weights again, so batching buys nothing: the lower line of
+// (GEMV, a warp per row): loads are as wide as can be, over half of the memory roofline at batch
+// 1; but every sequence reads all weights again, so batching buys nothing: the lower line of
 // throughput.png. <32, 8> (reuse): what was read serves 8 tokens. That is the whole idea of
 // batching, by plain arithmetic; but 8 multiplications for every weight, one by one, soon take
 // longer than the reading, and that is what matrix units are for. (Tokens that are missing are
