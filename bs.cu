@@ -33,7 +33,7 @@
 //  1979  parts/plan.h       bs plan and bs knee
 //  1981  streams            lengths and arrivals, drawn or from a trace
 //  2013  compare            one stream of requests through every policy
-//  2531  parts/generate.h   bs generate; then main
+//  2532  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -83,7 +83,7 @@ typedef struct {  // one line of sweep.csv; NaN (or 0 for ints): undefined, an e
   double step_bytes, step_flops;  // per decode step, counted
   Bound bound;
   double mem_weights_mib, mem_kv_mib, mem_work_mib, mem_other_mib, mem_used_mib, mem_limit_mib;
-  bool simulated;
+  bool simulated;  // column source: the same in all rows
 } SweepRow;
 
 typedef enum {
@@ -1246,7 +1246,7 @@ static bool run_requests(Engine* e, const Workload* w, double time_limit, RunSta
   return !cut;
 }
 
-// ---- CPU backend: a device whose step is done when submit returns. Its twin: parts/kernels.h.
+// ---- CPU backend: a device whose step is done when submit returns. Its twin: parts/gpu.h.
 
 // A tile of 8 rows, which every RowMap keeps together, is transposed in the L1 cache: rows are read
 // and columns are written in runs.
@@ -1703,7 +1703,7 @@ static void fill_memory(SweepRow* row, const Device* d) {
   row->mem_weights_mib = d->tagged[MEM_WEIGHTS] / MIB;
   row->mem_kv_mib = d->tagged[MEM_KV] / MIB;
   row->mem_work_mib = d->tagged[MEM_WORK] / MIB;
-  row->mem_other_mib = (used - tagged) / MIB;
+  row->mem_other_mib = fmax(used - tagged, 0) / MIB;  // resident pages may be swapped out
   row->mem_used_mib = used / MIB;
   row->mem_limit_mib = d->limit / MIB;
 }
@@ -1969,7 +1969,7 @@ static int cmd_sweep(Session* s, const Options* o) {
       k->rule = STOP_INTERRUPT;
     }
     printf("\n");
-    print_doubts(stdout, &report);
+    print_doubts(stdout, &report, NULL);
     print_prediction(stdout, &report);
     status = finish_report(&report, o, dtype_name(s->device.fp8_kv));
   }
@@ -2498,6 +2498,7 @@ static int run_comparison(Comparison* c) {
   else if (c->n_results > 1 && s->device.api != &sim_backend)
     printf("\nEvery finished request got the same tokens under each policy.\n");
   if (whole && !why) measure_variance(c);
+  if (whole && interrupted) printf("\nInterrupted: variance.png lacks spreads, or is left out.\n");
   if (whole && why) printf("\nNo variance.png: %s.\n", why);
   bool written = result_close(&c->csv, err) && result_close(&c->requests, err);
   if (!written || !write_compare(c, o->out, err)) return give_up(1, err);
@@ -2554,15 +2555,16 @@ static void limit_spinning(char** argv) {
   if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);
 }
 
-// The first Ctrl-C ends the run in good order, the second at once.
+// The first Ctrl-C, TERM or hang-up ends the run in good order, the second at once.
 static void set_signals(void) {
-  struct sigaction action;
+  struct sigaction action, was;
   memset(&action, 0, sizeof action);
   action.sa_handler = on_interrupt;
   action.sa_flags = (int)SA_RESETHAND;
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
-  sigaction(SIGHUP, &action, NULL);
+  if (sigaction(SIGHUP, NULL, &was) == 0 && was.sa_handler != SIG_IGN)  // nohup stays in force
+    sigaction(SIGHUP, &action, NULL);
   action.sa_handler = on_bus_error;
   sigaction(SIGBUS, &action, NULL);
 }

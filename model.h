@@ -236,7 +236,7 @@ typedef struct {
 // Where row r of a stored tensor goes in a matrix. Rows whose results are combined in pairs, i with
 // i + pair / 2 (the two halves of a rotated head; gate and up), lie 8 apart: pair 64 puts rows 0-7
 // at 0, 32-39 at 8, 8-15 at 16, 40-47 at 24. A GPU thread that multiplies gets results 8 rows apart
-// (the D of the mma in parts/kernels.h), so it has both of a pair and can combine them at once.
+// (the D of the mma, see parts/linear.h), so it has both of a pair and can combine them at once.
 typedef struct {
   int first;  // row of the matrix where the tensor begins, before pairing
   int pair;   // rows in which pairs are formed; 0 = rows just follow each other

@@ -78,7 +78,7 @@ static bool set_cell(Measured* m, const char* name, const char* text, char* why)
     for (char* c = r->reason; *c; c++)
       if (iscntrl((unsigned char)*c) || *c == '"') *c = *c == '"' ? '\'' : ' ';
   }
-  if (strcmp(name, "source") == 0) r->simulated = strcmp(text, "simulated") == 0;
+  if (strcmp(name, "source") == 0) r->simulated = strcmp(text, "simulated") == 0;  // ours, or not
   for (int i = 0; i < 4; i++)
     if (strcmp(name, "bound") == 0 && strcmp(text, bound_names[i]) == 0) r->bound = (Bound)i;
   if (strcmp(name, "status") == 0) {
@@ -92,9 +92,9 @@ static bool set_cell(Measured* m, const char* name, const char* text, char* why)
     char* end;
     double value = strtod(text, &end);
     size_t length = strlen(name);
-    double most = length > 4 && strcmp(name + length - 4, "_pct") == 0 ? 1000 : 1e18;
-    if (*end != '\0' || !(value == 0 || (value >= 1e-6 && value <= most)))
-      return say(why, WHY_LEN, "%s '%.40s': must be 0 or a number from 1e-6 to %g", name, text,
+    double most = length > 4 && strcmp(name + length - 4, "_pct") == 0 ? 1e6 : 1e18;
+    if (*end != '\0' || !(value == 0 || (value >= 1e-12 && value <= most)))  // what can be printed
+      return say(why, WHY_LEN, "%s '%.40s': must be 0 or a number from 1e-12 to %g", name, text,
                  most);
     *column_of(m, i) = value;
   }

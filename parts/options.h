@@ -91,7 +91,7 @@ static const Option option_table[] = {
      "auto: a GPU if any; sim:h100, ...: a virtual clock (sim:? lists them)"},
     {"--model", "DIR|PRESET", "", TEXT, AT(model), 0, 0, CMD_ALL, "(default: fits the device)"},
     {"--matmul", "auto|naive|gemv|reuse|mma", "auto", CHOICE, AT(matmul), 0, 0, CMD_RUN,
-     "GPU kernel (sim: naive and gemv read the weights for every token)"},
+     "GPU kernel (sim: naive and gemv read the weights per token, reuse per 8)"},
     {"--kv", "fp16|fp8", "fp16", CHOICE, AT(kv), 0, 0, CMD_ALL,
      "numbers in the KV cache (GPU, sim)"},
     {"--vram", "512M|6.5G|...", "", SIZE, AT(vram), 1e6, 1e18, CMD_ALL,

@@ -232,8 +232,7 @@ static int cmd_knee(Session* s, const Options* o) {
   if (strncmp(o->device, "sim:", 4) == 0) {
     for (int i = 0; i < n; i++)
       if (rows[i].roof_us > 0)
-        return give_up(2,
-                       "--device: the file has the roofline of the device that it was measured on");
+        return give_up(2, "--device: the file has a roofline already; leave --device out");
     Options all = *o;
     all.input_len = rows->input_len;
     all.output_len = rows->output_len;
@@ -250,9 +249,11 @@ static int cmd_knee(Session* s, const Options* o) {
     report.device = p.device.name;
   }
   find_ceilings(&report);
+  if (report.simulated) printf("Simulated, not measured.\n");
   print_walk(stdout, &report);
-  print_doubts(stdout, &report);
-  print_prediction(stdout, &report);
+  bool given = strncmp(o->device, "sim:", 4) == 0;
+  if (!print_doubts(stdout, &report, given ? report.device : NULL))
+    print_prediction(stdout, &report);
   printf("\n%s\n", note);
   return save_report(&report, o, "unknown", o->file);
 }

@@ -270,7 +270,7 @@ static double row_value(const SweepReport* r, int i, int v) {
   double noreuse = tokens_per_s(w, w->noreuse_us), chosen = at_percentile(p, r->rules.percentile);
   double work = w->step_flops / w->step_bytes, flops = w->step_flops / w->step_us * 1e6;
   double weights = w->mem_weights_mib, kv = weights + w->mem_kv_mib, act = kv + w->mem_work_mib;
-  double used = act + w->mem_other_mib, limit = w->mem_limit_mib;
+  double used = act + (isnan(w->mem_other_mib) ? 0 : w->mem_other_mib), limit = w->mem_limit_mib;
   double mark = limit * r->rules.watermark_pct / 100;
   double slo1 = r->rules.slo_tpot_ms, slo2 = r->rules.slo_ttft_ms;
   double ridge = r->rate / r->bandwidth;  // the roof: from the first row to the ridge and past it
@@ -278,7 +278,8 @@ static double row_value(const SweepReport* r, int i, int v) {
   double peak = fmin(bend * r->bandwidth, r->rate);
   double step = w->step_us, roof_us = w->roof_us;
   Prediction guess = predict(r->rows, r->n_rows);
-  double predicted = r->simulated ? NAN : in_turn_us(w, guess.by_prompts) + guess.overhead;
+  bool told = !r->simulated && guess.checked > 0;
+  double predicted = told ? in_turn_us(w, guess.by_prompts) + guess.overhead : NAN;
   const double values[] = {n,    tok,   roof,  noreuse, work,   flops, weights, kv,       act,
                            used, p.p50, p.p95, p.p99,   chosen, f.p50, f.p95,   f.p99,    slo1,
                            slo2, mark,  limit, bend,    peak,   step,  roof_us, predicted};
@@ -401,7 +402,7 @@ static void name_points(const Axes* a, const SweepReport* r, const struct Chart*
     bool working = i == r->knee.working;
     Point p = row_point(a, r, i, chart->x, chart->y), foot = {p.x, a->in.y1 - 20};
     double miss = 100 * (row_value(r, i, V_PREDICTED) / row_value(r, i, V_STEP) - 1);
-    if (chart->y == V_STEP && !isnan(miss) && i > 0)
+    if (chart->y == V_STEP && !isnan(miss) && &r->rows[i] != predict(r->rows, r->n_rows).first)
       place_label(a, p, INK_RED, format_str("%+.0f%%", miss).s);
     if (working || chart->x != V_BATCH) {
       Str batch = format_str(working ? "working point: batch %d" : "%d", r->rows[i].batch);
@@ -441,15 +442,19 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
   Str ratio = format_num(row_value(r, w, c->of) / row_value(r, 0, c->of), false);
   Str title = format_str(c->finding, r->rows[w].batch, ratio.s, r->rows[0].batch);
   Prediction guess = predict(r->rows, r->n_rows);
-  if (c->y == V_STEP && !r->simulated && guess.checked > 0)
-    title = format_str("Reading and multiplying, %.0f us %s: %s %.0f%%", fabs(guess.overhead),
-                       guess.overhead < 0 ? "of it at once" : "of overhead",
-                       guess.worst > 20 ? "misses steps by up to" : "every step within",
+  bool told = !r->simulated && guess.checked > 0;
+  if (c->y == V_STEP && told)
+    title = format_str("Reading, then multiplying, %s %.0f us of %s: %s %.0f%%",
+                       guess.overhead < 0 ? "less" : "plus", fabs(guess.overhead),
+                       guess.overhead < 0 ? "overlap" : "overhead",
+                       guess.worst > 20               ? "misses steps by up to"
+                       : guess.checked < guess.others ? "some steps within"
+                                                      : "every step within",
                        ceil(guess.worst));
   else if (w == 0)
     title = format_str("Batch %d is the working point", r->rows[w].batch);
   if (w > 0 && strcmp(ratio.s, "n/a") == 0) title = format_str("Not measured: %s", c->y_name);
-  const char* y_name = c->y == V_STEP && r->simulated ? "time of a decode step, us" : c->y_name;
+  const char* y_name = c->y == V_STEP && !told ? "time of a decode step, us" : c->y_name;
   draw_axes(&a, sweep_title(r, title).s, c->x_name, y_name);
   for (int k = N_SERIES - 1; k >= 0; k--)
     if (SERIES[k].chart == chart) draw_series(&a, r, &SERIES[k], false);

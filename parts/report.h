@@ -211,20 +211,32 @@ static void print_knee(FILE* f, const SweepReport* s) {
   fprintf(f, " it knows no targets and no memory.\n");
 }
 
-// What a reader should know before believing the rest: steps faster than the probe allows, or much
-// faster than at a smaller batch.
-static void print_doubts(FILE* f, const SweepReport* s) {
+// What a reader should know before believing the rest: steps faster than the roofline allows, or
+// much faster than at a smaller batch. given: whose roofline it is if it was not probed. Returns
+// whether that is the wrong one.
+static bool print_doubts(FILE* f, const SweepReport* s, const char* given) {
   const SweepRow* before = NULL;
   for (int i = 0; i < s->n_rows; i++) {
     const SweepRow* r = &s->rows[i];
     if (s->simulated || r->status != ROW_OK || !(r->step_us > 0)) continue;
     bool above = r->roof_pct > 105, faster = before && r->step_us < 0.9 * before->step_us;
-    if (above || faster)
-      fprintf(f, "Batch %d ran %s: other work disturbed this run; measure again.\n", r->batch,
-              above ? "faster than the probed ceilings" : "much faster than a smaller one");
-    if (above || faster) return;
+    if (above && given)
+      fprintf(f, "Batch %d ran faster than %s allows: is it the right --device, --model, length?\n",
+              r->batch, given);
+    else if (above)
+      fprintf(f,
+              "Batch %d ran faster than the probed ceilings: its weights fit in a cache, or other "
+              "work disturbed the probe.\n",
+              r->batch);
+    else if (faster)
+      fprintf(f,
+              "Batch %d ran much faster than batch %d, which other work must have disturbed: "
+              "measure again.\n",
+              r->batch, before->batch);
+    if (above || faster) return above && given;
     before = r;
   }
+  return false;
 }
 
 // How far three numbers carry: bandwidth, the rate that prompts reach (the ceiling where that is

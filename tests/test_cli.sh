@@ -68,9 +68,9 @@ run 0 'batch 16 is the largest' "$bs" sweep --device sim:h100 --model llama-3.2-
 run 0 'no batch above 8 gains' "$bs" sweep --device sim:h100 --model llama-3.2-1b --matmul reuse --batches 1,8,64 --out "$tmp/g"
 # What was simulated stays so, and has its roofline.
 run 0 'Working point' "$bs" knee "$tmp/g/sweep.csv" --out "$tmp/k"
-! grep -q 'Prediction' "$tmp/out" && grep -q '"source": "simulated"' "$tmp/k/config.json"
+! grep -q 'Prediction' "$tmp/out" && grep -q '^Simulated' "$tmp/out" && grep -q '"source": "simulated"' "$tmp/k/config.json" && [ -s "$tmp/k/memory.png" ]
 ok "bs knee of a simulated sweep says so" $?
-run 2 'the file has the roofline' "$bs" knee "$tmp/g/sweep.csv" --model llama-2-70b --device sim:h200 --out "$tmp/k"
+run 2 'the file has a roofline already' "$bs" knee "$tmp/g/sweep.csv" --model llama-2-70b --device sim:h200 --out "$tmp/k"
 if ! [ -e /dev/nvidia0 ]; then run 1 'no ' "$bs" --device cuda; fi
 
 # A sweep leaves exactly its files, complete.
@@ -131,13 +131,21 @@ for wait in 0.4 1.5 3; do
     ok "and said to be interrupted, unless latency jumped before" $?
   fi
 done
-"$bs" --device cpu --model smollm2-135m --batches 1,2,4,8,16,32,64,128 --input-len 64 --output-len 64 --out "$tmp/c" >"$tmp/out" 2>&1 &
+for signal in TERM HUP; do
+  "$bs" --device cpu --model smollm2-135m --batches 1,2,4,8,16,32,64,128 --input-len 64 --output-len 64 --out "$tmp/c" >"$tmp/out" 2>&1 &
+  pid=$!
+  sleep 1
+  kill -$signal $pid
+  wait $pid
+  [ $? -eq 130 ]
+  ok "SIG$signal ends like Ctrl-C" $?
+done
+(trap '' HUP; exec "$bs" $tiny --input-len 8 --output-len 32 --batches 1 --repeats 100 --out "$tmp/c") >"$tmp/out" 2>&1 &
 pid=$!
-sleep 1
-kill -TERM $pid
+sleep 0.3
+kill -HUP $pid 2>/dev/null
 wait $pid
-[ $? -eq 130 ]
-ok "SIGTERM ends like Ctrl-C" $?
+ok "under nohup a hang-up is nothing" $?
 
 "$bs" generate $tiny --prompt a --output-len 2 >/dev/full 2>"$tmp/out"
 [ $? -eq 1 ]
