@@ -23,17 +23,17 @@
 //  1367  weights            from a checkpoint to what the device wants
 //  1461  metrics            percentiles
 //  1495  knee               the walk that finds the working point
-//  1627  parts/interop.h    other tools' measurements and traces in, their options out
-//  1628  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1630  parts/options.h    one table for parser and --help
-//  1632  sweep              one row per batch size
-//  1780  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1781  parts/tokenizer.h  text to tokens and back
-//  1783  commands           a device, a model, defaults; bs sweep
-//  1979  parts/plan.h       bs plan and bs knee
-//  1981  streams            lengths and arrivals, drawn or from a trace
-//  2013  compare            one stream of requests through every policy
-//  2532  parts/generate.h   bs generate; then main
+//  1585  parts/interop.h    other tools' measurements and traces in, their options out
+//  1586  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1588  parts/options.h    one table for parser and --help
+//  1590  sweep              one row per batch size
+//  1738  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1739  parts/tokenizer.h  text to tokens and back
+//  1741  commands           a device, a model, defaults; bs sweep
+//  1937  parts/plan.h       bs plan and bs knee
+//  1939  streams            lengths and arrivals, drawn or from a trace
+//  1971  compare            one stream of requests through every policy
+//  2490  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -1580,48 +1580,6 @@ static Knee knee(const SweepRow* rows, int n, KneeRules rules) {
     if (each / first > 0.2) k.second_opinion = i;
   }
   return k;
-}
-
-// A step's time if reading and multiplying took turns. Reading: its bytes at the ceiling (MBU is
-// that share of the step). Multiplying, by_prompts: what as many tokens of the row's prompts took,
-// the same products but for the output matrix, which only a prompt's last token meets; else its
-// FLOPs at the ceiling (MFU). The roofline, where the two overlap perfectly, is the larger one; our
-// kernels are nearer to this sum. NaN: something was not measured.
-static double in_turn_us(const SweepRow* r, bool by_prompts) {
-  double multiplying =
-      by_prompts ? 1e6 * r->batch / r->prefill_tok_s : r->step_us * r->mfu_pct / 100;
-  return r->step_us * r->mbu_pct / 100 + multiplying;
-}
-
-typedef struct {
-  const SweepRow* first;  // the overhead is this row's; NULL: there is no prediction
-  double overhead;        // us: launches, waits, host; below 0 its reading and multiplying overlap
-  double worst;           // the largest error of the other rows, in %
-  int others, checked;    // rows beside the first, and those that it could be made for
-  bool by_prompts;
-} Prediction;
-
-// In turn, + what the first row takes beyond that: the prediction for all others.
-static Prediction predict(const SweepRow* rows, int n) {
-  enum { LEAST_PROMPT = 16 };  // a prompt of one token is a decode step, and would prove itself
-  Prediction p = {NULL, NAN, 0, -1, 0, true};
-  for (int i = 0; i < n; i++)
-    if (rows[i].status == ROW_OK && rows[i].step_us > 0)
-      p.by_prompts &= rows[i].prefill_tok_s > 0 && rows[i].input_len >= LEAST_PROMPT;
-  for (int i = 0; i < n; i++) {
-    double sum = in_turn_us(&rows[i], p.by_prompts);
-    if (rows[i].status != ROW_OK) continue;
-    p.others++;
-    if (!isfinite(sum)) continue;
-    if (!p.first) {
-      p.first = &rows[i];
-      p.overhead = rows[i].step_us - sum;
-    } else {
-      p.checked++;
-      p.worst = fmax(p.worst, fabs(100 * ((sum + p.overhead) / rows[i].step_us - 1)));
-    }
-  }
-  return p;
 }
 
 #include "parts/interop.h"

@@ -78,7 +78,7 @@ static bool set_cell(Measured* m, const char* name, const char* text, char* why)
     for (char* c = r->reason; *c; c++)
       if (iscntrl((unsigned char)*c) || *c == '"') *c = *c == '"' ? '\'' : ' ';
   }
-  if (strcmp(name, "source") == 0) r->simulated = strcmp(text, "simulated") == 0;  // ours, or not
+  if (strcmp(name, "source") == 0) r->simulated = strcmp(text, "simulated") == 0;
   for (int i = 0; i < 4; i++)
     if (strcmp(name, "bound") == 0 && strcmp(text, bound_names[i]) == 0) r->bound = (Bound)i;
   if (strcmp(name, "status") == 0) {

@@ -229,7 +229,8 @@ static int cmd_knee(Session* s, const Options* o) {
   if (n < 0 || !choose_latency(o->file, rows, n, &rules, o->percentile_given, note, err))
     return give_up(1, err);
   SweepReport report = new_report(rows, n, rules, *o->model ? o->model : "unknown model", o->file);
-  if (strncmp(o->device, "sim:", 4) == 0) {
+  bool given = strncmp(o->device, "sim:", 4) == 0;  // a device whose roofline stands beside them
+  if (given) {
     for (int i = 0; i < n; i++)
       if (rows[i].roof_us > 0)
         return give_up(2, "--device: the file has a roofline already; leave --device out");
@@ -251,7 +252,6 @@ static int cmd_knee(Session* s, const Options* o) {
   find_ceilings(&report);
   if (report.simulated) printf("Simulated, not measured.\n");
   print_walk(stdout, &report);
-  bool given = strncmp(o->device, "sim:", 4) == 0;
   if (!print_doubts(stdout, &report, given ? report.device : NULL))
     print_prediction(stdout, &report);
   printf("\n%s\n", note);

@@ -278,8 +278,7 @@ static double row_value(const SweepReport* r, int i, int v) {
   double peak = fmin(bend * r->bandwidth, r->rate);
   double step = w->step_us, roof_us = w->roof_us;
   Prediction guess = predict(r->rows, r->n_rows);
-  bool told = !r->simulated && guess.checked > 0;
-  double predicted = told ? in_turn_us(w, guess.by_prompts) + guess.overhead : NAN;
+  double predicted = predicted_us(&guess, w);
   const double values[] = {n,    tok,   roof,  noreuse, work,   flops, weights, kv,       act,
                            used, p.p50, p.p95, p.p99,   chosen, f.p50, f.p95,   f.p99,    slo1,
                            slo2, mark,  limit, bend,    peak,   step,  roof_us, predicted};
@@ -442,8 +441,7 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
   Str ratio = format_num(row_value(r, w, c->of) / row_value(r, 0, c->of), false);
   Str title = format_str(c->finding, r->rows[w].batch, ratio.s, r->rows[0].batch);
   Prediction guess = predict(r->rows, r->n_rows);
-  bool told = !r->simulated && guess.checked > 0;
-  if (c->y == V_STEP && told)
+  if (c->y == V_STEP && guess.checked > 0)
     title = format_str("Reading, then multiplying, %s %.0f us of %s: %s %.0f%%",
                        guess.overhead < 0 ? "less" : "plus", fabs(guess.overhead),
                        guess.overhead < 0 ? "overlap" : "overhead",
@@ -454,7 +452,8 @@ static void draw_chart(Box b, const SweepReport* r, int w, int chart) {
   else if (w == 0)
     title = format_str("Batch %d is the working point", r->rows[w].batch);
   if (w > 0 && strcmp(ratio.s, "n/a") == 0) title = format_str("Not measured: %s", c->y_name);
-  const char* y_name = c->y == V_STEP && !told ? "time of a decode step, us" : c->y_name;
+  const char* y_name =
+      c->y == V_STEP && guess.checked == 0 ? "time of a decode step, us" : c->y_name;
   draw_axes(&a, sweep_title(r, title).s, c->x_name, y_name);
   for (int k = N_SERIES - 1; k >= 0; k--)
     if (SERIES[k].chart == chart) draw_series(&a, r, &SERIES[k], false);

@@ -211,6 +211,56 @@ static void print_knee(FILE* f, const SweepReport* s) {
   fprintf(f, " it knows no targets and no memory.\n");
 }
 
+// ---- Prediction: what a step should take, from what was measured beside it.
+
+// A step's time if reading and multiplying took turns. Reading: its bytes at the ceiling (MBU is
+// that share of the step). Multiplying, by_prompts: what as many tokens of the row's prompts took,
+// the same products but for the output matrix, which only a prompt's last token meets; else its
+// FLOPs at the ceiling (MFU). The roofline, where the two overlap perfectly, is the larger one; our
+// kernels are nearer to this sum. NaN: something was not measured.
+static double in_turn_us(const SweepRow* r, bool by_prompts) {
+  double multiplying =
+      by_prompts ? 1e6 * r->batch / r->prefill_tok_s : r->step_us * r->mfu_pct / 100;
+  return r->step_us * r->mbu_pct / 100 + multiplying;
+}
+
+typedef struct {
+  const SweepRow* first;  // the overhead is this row's
+  double overhead;        // us: launches, waits, host; below 0 its reading and multiplying overlap
+  double worst;           // the largest error of the other rows, in %
+  int others, checked;    // rows beside the first; those that it was made for, 0: none is made
+  bool by_prompts;
+} Prediction;
+
+// In turn, + what the first row takes beyond that: the prediction for all others. Of a simulated
+// table none is made.
+static Prediction predict(const SweepRow* rows, int n) {
+  enum { LEAST_PROMPT = 16 };  // a prompt of one token is a decode step, and would prove itself
+  Prediction p = {NULL, NAN, 0, -1, 0, true};
+  if (n > 0 && rows->simulated) return p;
+  for (int i = 0; i < n; i++)
+    if (rows[i].status == ROW_OK && rows[i].step_us > 0)
+      p.by_prompts &= rows[i].prefill_tok_s > 0 && rows[i].input_len >= LEAST_PROMPT;
+  for (int i = 0; i < n; i++) {
+    double sum = in_turn_us(&rows[i], p.by_prompts);
+    if (rows[i].status != ROW_OK) continue;
+    p.others++;
+    if (!isfinite(sum)) continue;
+    if (!p.first) {
+      p.first = &rows[i];
+      p.overhead = rows[i].step_us - sum;
+    } else {
+      p.checked++;
+      p.worst = fmax(p.worst, fabs(100 * ((sum + p.overhead) / rows[i].step_us - 1)));
+    }
+  }
+  return p;
+}
+
+static double predicted_us(const Prediction* p, const SweepRow* r) {
+  return p->checked > 0 ? in_turn_us(r, p->by_prompts) + p->overhead : NAN;
+}
+
 // What a reader should know before believing the rest: steps faster than the roofline allows, or
 // much faster than at a smaller batch. given: whose roofline it is if it was not probed. Returns
 // whether that is the wrong one.
@@ -243,7 +293,7 @@ static bool print_doubts(FILE* f, const SweepReport* s, const char* given) {
 // unknown), and the first batch's overhead.
 static void print_prediction(FILE* f, const SweepReport* s) {
   Prediction p = predict(s->rows, s->n_rows);
-  if (s->simulated || p.checked == 0) return;
+  if (p.checked == 0) return;
   fprintf(f, "Prediction: reading, multiplying %s, %+.0f us (batch %d's %s): ",
           p.by_prompts ? "as fast as for prompts" : "at the ceiling", p.overhead, p.first->batch,
           p.overhead < 0 ? "overlap" : "overhead");

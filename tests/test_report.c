@@ -520,6 +520,9 @@ static void test_prediction(void) {
   rows[2].mbu_pct = NAN;
   p = predict(rows, 3);
   CHECK(p.checked == 1 && p.others == 2);
+  rows[0].simulated = true;
+  p = predict(rows, 3);
+  CHECK(p.checked == 0 && isnan(predicted_us(&p, &rows[1])));
 }
 
 static const char* json_of(const char* text) {
