@@ -500,7 +500,7 @@ static void blocks_release(BlockTable* b, int slot) {
 
 // kv_size: bytes of one number. 1 is fp8 (--kv fp8, GPU): numbers in e4m3 with a scale of two bytes
 // for each token and head's K and V. Here it halves what is counted and allocated; parts/kernels.h
-// has a kernel that quantises (rope_fp8_kernel) and widens what attention reads (load_key).
+// has a kernel that quantises (rope_fp8_kernel) and widens what attention reads (widen).
 static int kv_scale_size(int kv_size) {
   return kv_size == 1 ? 2 : 0;
 }

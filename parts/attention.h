@@ -8,13 +8,20 @@ struct Softmax {
   float max, sum, out[N];
 };
 
+// exp2f without its care for results below 2^-126, which become 0: too small to matter here.
+__device__ static inline float exp2_fast(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // a += b, b's keys after a's. One chain of these, in key order, makes every split and every tiling
 // agree to the bit.
 template <int N>
 __device__ static inline void merge(Softmax<N>* a, float max, float sum, const float* out,
                                     int stride) {
   if (max == -INFINITY) return;  // all of b's keys are masked
-  float top = fmaxf(a->max, max), scale_a = exp2f(a->max - top), scale_b = exp2f(max - top);
+  float top = fmaxf(a->max, max), scale_a = exp2_fast(a->max - top), scale_b = exp2_fast(max - top);
   a->max = top;
   a->sum =
       fmaf(sum, scale_b, a->sum * scale_a);  // fmaf: the same rounding wherever this is inlined
@@ -24,7 +31,7 @@ __device__ static inline void merge(Softmax<N>* a, float max, float sum, const f
 // Keys of a block's turn, of a warp's.
 enum { SPLIT = 256, CHUNK = 64, ATTENTION_WARPS = 4, PAGES = CHUNK / KV_BLOCK };
 
-// Eight numbers of the cache, as they lie there and, widened, as the B operands of two mmas.
+// Eight numbers of the cache as they lie there: one lane's A operand, once widened.
 template <typename N>
 struct Eight {
   typedef uint4 type;
@@ -58,119 +65,176 @@ __device__ static inline uint4 widen(uint2 v) {
                     widen2(v.y >> 16));
 }
 
-// One lane's 8 of numbers 32c .. 32c+31 of the first or second of its two keys of a page.
-template <int KD>
-__device__ static inline uint4 load_key(const half* page, int i, int c) {
-  int column = threadIdx.x % WARP / 4, t = threadIdx.x % 4;
-  return *(const uint4*)(page + (column / 2 * 4 + column % 2 + i * 2) * KD + t * 8 + c * 32);
+// This lane's A operand for mma j of dimensions 32c .. 32c+31 of a page's keys: see k_index.
+__device__ static inline uint4 load_key(const half* page, int c, int j) {
+  return ((const uint4*)page)[(c * 2 + j) * WARP + threadIdx.x % WARP];
 }
-template <int KD>
-__device__ static inline uint4 load_key(const fp8* page, int i, int c) {
-  uint4 both = ((const uint4*)page)[c * WARP + threadIdx.x % WARP];  // one load for both i
-  return widen(i ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y));
+__device__ static inline uint4 load_key(const fp8* page, int c, int j) {
+  uint4 both = ((const uint4*)page)[c * WARP + threadIdx.x % WARP];  // one load for both j
+  return widen(j ? make_uint2(both.z, both.w) : make_uint2(both.x, both.y));
 }
 
-// The scales of four tokens, from `first` on, of an fp8 page; nothing else has any.
-__device__ static inline uint2 load_scales(const half*, int, int) {
-  return make_uint2(0, 0);
+// Row r of 8 of a page's score tile is this key, row r + 8 the second after it. After transpose,
+// lane t has the weights of keys 4t .. 4t+3, which v_index puts next to each other.
+__device__ static inline int key_of_row(int r) {
+  return r / 2 * 4 + r % 2;
 }
-__device__ static inline uint2 load_scales(const fp8* page, int width, int first) {
-  return *(const uint2*)(page + KV_BLOCK * width + first * sizeof(half));
+
+// The scales of one lane's two keys in an fp8 page; fp16 has none.
+__device__ static inline float2 load_scales(const half*, int) {
+  return make_float2(1, 1);
 }
-__device__ static inline float scale_at(uint2 scales, int i) {
-  half2 h = *(half2*)(i < 2 ? &scales.x : &scales.y);
-  return i % 2 ? __high2float(h) : __low2float(h);
+__device__ static inline float2 load_scales(const fp8* page, int width) {
+  const half* scales = (const half*)(page + KV_BLOCK * width) + key_of_row(threadIdx.x % WARP / 4);
+  return make_float2(__half2float(scales[0]), __half2float(scales[2]));
 }
 
 // fp8: p times a scale of v is often below fp16's normal numbers, so numerator and denominator of
 // the softmax are both taken this much larger. 256 x 65504 / 448 still is an fp16.
 static const float FP8_GAIN = 256;
 
-// One warp: 16 query rows against 64 keys from key0, two matrix products on fragments loaded
-// straight from the cache. Column c of the score tile is key 4 (c / 2) + c % 2 (+ 2 in the second
-// tile), so that lane t ends up with keys 4t .. 4t+3, which is what it needs as the A operand of p
-// . v. upper: rows 8 and up matter; a decode step has fewer for most models.
+// Where a warp finds a chunk's keys and values of one slot and kv head: as kv_page and page_at say,
+// with what does not change taken out of the loop. One load of the table for all its pages: lane i
+// holds the block of page i % PAGES, and the warp passes it on, so ALL lanes must call keys and
+// values.
 template <int K, typename N>
-__device__ static void attend_chunk(const DeviceKV* kv, const int* table, int slot, int g, int key0,
-                                    int last_key, bool upper, const int row_pos[2],
-                                    const uint4 q[][2], float max[2], float sum[2],
-                                    float out[][4]) {
-  constexpr int KD = (K + 31) / 32 * 32;
-  constexpr bool SCALED = sizeof(N) == 1;
-  int lane = threadIdx.x % WARP, t = lane % 4;
-  float s[PAGES][2][4] = {};
-  typename Eight<N>::type v[PAGES][K / 16];
-  uint2 k_scale[PAGES], v_scale[PAGES];
+struct Pages {
+  enum { KEY_BYTES = page_bytes<N>(key_width(K)), VALUE_BYTES = page_bytes<N>(K) };
+  const char *k, *v;  // of this layer's block 0 and this kv head
+  const int* table;   // [max_blocks] of this slot
+  int kv_heads, last_page, block;
+  __device__ Pages(const QkvTarget* to, int slot, int g, int last_key) {
+    size_t page = (size_t)to->kv.layer * to->kv.n_blocks * to->kv.kv_heads + g;
+    k = (const char*)to->kv.k + page * KEY_BYTES;
+    v = (const char*)to->kv.v + page * VALUE_BYTES;
+    table = to->batch.table + (size_t)slot * to->kv.max_blocks;
+    kv_heads = to->kv.kv_heads;
+    last_page = last_key / KV_BLOCK;
+  }
+  __device__ void look_up(int key0) {  // a page beyond the last is the last: its keys are masked
+    block = table[min(key0 / KV_BLOCK + (int)threadIdx.x % PAGES, last_page)];
+  }
+  __device__ const N* keys(int p) const {
+    return (const N*)(k + (size_t)block_of(p) * (unsigned)(kv_heads * KEY_BYTES));
+  }
+  __device__ const N* values(int p) const {
+    return (const N*)(v + (size_t)block_of(p) * (unsigned)(kv_heads * VALUE_BYTES));
+  }
+  __device__ unsigned block_of(int p) const {  // unsigned: one 32 x 32 -> 64 bit multiplication
+    return __shfl_sync(~0u, block, p);
+  }
+};
+
+// An 8 x 8 matrix of fp16, transposed: lane (g, t) gives columns 2t and 2t+1 of row g and gets rows
+// 2t and 2t+1 of column g.
+__device__ static inline uint32_t transpose(half2 two) {
+  uint32_t r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(*(uint32_t*)&two));
+  return r;
+}
+
+// A query's 64 scores become weights exp2(scale (score - max)); max (scaled) and sum over all 64.
+// This lane has 8 of them, column j of s: keys 16 n and 16 n + 2 after its first one. Those beyond
+// `last`, counted from that first key too, are masked: all if it is negative.
+template <bool SCALED>
+__device__ static inline void softmax_chunk(float s[PAGES][4], int j, int last, float scale,
+                                            const float2* k_scale, const float2* v_scale,
+                                            float* max, float* sum) {
+  float most = -INFINITY, all = 0;
 #pragma unroll
-  for (int p = 0; p < PAGES; p++) {
-    int page = key0 + p * KV_BLOCK <= last_key ? key0 + p * KV_BLOCK
-                                               : key0;  // beyond the end: any page, masked below
-    const N* from = page_at<N>(kv->k, kv_page(kv, table, slot, page, g), KD);
-    k_scale[p] = load_scales(from, KD, t * 4);
-    for (int i = 0; i < 2; i++) {
-      for (int c = 0; c < KD / 32; c++) {
-        uint4 b = load_key<KD>(from, i, c);
-        mma(s[p][i], q[c][0], b.x, b.y);
-        mma(s[p][i], q[c][1], b.z, b.w);
-      }
-    }
+  for (int n = 0; n < PAGES * 2; n++) {  // two keys of each page
+    float* score = &s[n / 2][n % 2 * 2 + j];
+    if (SCALED) *score *= n % 2 ? k_scale[n / 2].y : k_scale[n / 2].x;
+    if (n / 2 * KV_BLOCK + n % 2 * 2 > last) *score = -INFINITY;
+    most = fmaxf(most, *score);
   }
 #pragma unroll
+  for (int offset = 4; offset < WARP; offset *= 2)
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
+  float base = most == -INFINITY ? 0 : most * scale;
+#pragma unroll
+  for (int n = 0; n < PAGES * 2; n++) {
+    float* score = &s[n / 2][n % 2 * 2 + j];
+    *score = exp2_fast(fmaf(*score, scale, -base));
+    all += *score;
+    if (SCALED) *score *= FP8_GAIN * (n % 2 ? v_scale[n / 2].y : v_scale[n / 2].x);
+  }
+  if (SCALED) all *= FP8_GAIN;
+#pragma unroll
+  for (int offset = 4; offset < WARP; offset *= 2) all += __shfl_xor_sync(~0u, all, offset);
+  *max = most * scale;
+  *sum = all;
+}
+
+// One warp: TILES x 8 queries against 64 keys from key0. Both products are transposed:
+// scores^T[keys, queries] = k . q^T and out^T[K, queries] = v^T . p^T. The cache's numbers are the
+// 16 rows of an mma, loaded as they lie in the pages; queries are its 8 columns. A decode step has
+// only as many queries as heads share a kv head: they would leave most of 16 rows empty. A lane has
+// two queries of each tile and two keys of each page.
+template <int K, typename N, int TILES>
+__device__ static void attend_chunk(const Pages<K, N>* pages, int key0,
+                                    const int query_pos[TILES][2],
+                                    const uint4 q[TILES][key_width(K) / 32], float max[TILES][2],
+                                    float sum[TILES][2], float out[TILES][K / 16][4]) {
+  int lane = threadIdx.x % WARP, first = key0 + key_of_row(lane / 4);
+  float s[TILES][PAGES][4] = {};
+  float2 k_scale[PAGES], v_scale[PAGES];
+  typename Eight<N>::type v[PAGES][K / 16];
+  const N* page[PAGES];
+#pragma unroll
+  for (int p = 0; p < PAGES; p++) {
+    page[p] = pages->keys(p);
+    k_scale[p] = load_scales(page[p], key_width(K));
+  }
+#pragma unroll
+  for (int c = 0; c < key_width(K) / 16; c++)
+#pragma unroll
+    for (int p = 0; p < PAGES; p++) {  // innermost: an mma need not wait for the one before it
+      uint4 a = load_key(page[p], c / 2, c % 2);
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        uint4 b = q[i][c / 2];
+        mma(s[i][p], a, c % 2 ? b.z : b.x, c % 2 ? b.w : b.y);
+      }
+    }
+#pragma unroll
   for (int p = 0; p < PAGES; p++) {  // apart from the keys: together they need more registers
-    int page = key0 + p * KV_BLOCK <= last_key ? key0 + p * KV_BLOCK : key0;
-    const N* from = page_at<N>(kv->v, kv_page(kv, table, slot, page, g), K);
+    const N* from = pages->values(p);
     for (int c = 0; c < K / 16; c++)
       v[p][c] = ((const typename Eight<N>::type*)from)[c * WARP + lane];
-    v_scale[p] = load_scales(from, K, t * 4);
+    v_scale[p] = load_scales(from, K);
   }
   const float scale = 1.44269504f * rsqrtf((float)K);  // scores in powers of two
 #pragma unroll
-  for (int r = 0; r < 2; r++) {
-    if (SCALED && r == 1 && !upper) break;
-    max[r] = -INFINITY;
-    sum[r] = 0;
-    for (int i = 0; i < PAGES * 4; i++) {
-      float* score = &s[i / 4][i / 2 % 2][r * 2 + i % 2];
-      int key = key0 + i / 4 * KV_BLOCK + t * 4 + i % 4;
-      if (SCALED) *score *= scale_at(k_scale[i / 4], i % 4);
-      *score = key <= row_pos[r] ? *score * scale : -INFINITY;
-      max[r] = fmaxf(max[r], *score);
-    }
-    max[r] = fmaxf(max[r], __shfl_xor_sync(~0u, max[r], 1));
-    max[r] = fmaxf(max[r], __shfl_xor_sync(~0u, max[r], 2));
-    float base = max[r] == -INFINITY ? 0 : max[r];
-    for (int i = 0; i < PAGES * 4; i++) {
-      float* score = &s[i / 4][i / 2 % 2][r * 2 + i % 2];
-      *score = exp2f(*score - base);
-      sum[r] += *score;
-      if (SCALED) *score *= FP8_GAIN * scale_at(v_scale[i / 4], i % 4);
-    }
-    if (SCALED) sum[r] *= FP8_GAIN;
-    sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-    sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-  }
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      softmax_chunk<sizeof(N) == 1>(s[i], j, query_pos[i][j] - first, scale, k_scale, v_scale,
+                                    &max[i][j], &sum[i][j]);
 #pragma unroll
   for (int p = 0; p < PAGES; p++) {
-    half2 a[4];  // rows g and g + 8 of keys 4t, 4t+1, then of 4t+2, 4t+3
-    for (int i = 0; i < 4; i++)
-      a[i] = __floats2half2_rn(s[p][i / 2][i % 2 * 2], s[p][i / 2][i % 2 * 2 + 1]);
+    uint32_t weight[TILES][2];  // p^T of the page's rows 0 to 7 and 8 to 15
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+      for (int h = 0; h < 2; h++)
+        weight[i][h] = transpose(__floats2half2_rn(s[i][p][h * 2], s[i][p][h * 2 + 1]));
+#pragma unroll
     for (int c = 0; c < K / 16; c++) {
-      uint4 b = widen(v[p][c]);
-      mma(out[2 * c], *(uint4*)a, b.x, b.y);
-      mma(out[2 * c + 1], *(uint4*)a, b.z, b.w);
+      uint4 a = widen(v[p][c]);
+#pragma unroll
+      for (int i = 0; i < TILES; i++) mma(out[i][c], a, weight[i][0], weight[i][1]);
     }
   }
 }
 
 // What is in the cache already can come to L2 while the kernels before still run.
 template <int K, typename N>
-__device__ static inline void prefetch_pages(const DeviceKV* kv, const int* table, int slot, int g,
-                                             int key0, int last_key) {
-  int lane = threadIdx.x % WARP, key = key0 + lane / 2 * KV_BLOCK;
-  if (lane >= 2 * PAGES || key > last_key) return;
-  int width = lane % 2 ? K : key_width(K);
-  prefetch(page_at<N>(lane % 2 ? kv->v : kv->k, kv_page(kv, table, slot, key, g), width),
-           page_bytes<N>(width));
+__device__ static inline void prefetch_chunk(const Pages<K, N>* pages, int key0) {
+  int lane = threadIdx.x % WARP, p = lane / 2 % PAGES;
+  const N *k = pages->keys(p), *v = pages->values(p);
+  bool value = lane % 2;
+  if (lane < 2 * PAGES && key0 / KV_BLOCK + p <= pages->last_page)
+    prefetch(value ? v : k, value ? Pages<K, N>::VALUE_BYTES : Pages<K, N>::KEY_BYTES);
 }
 
 // A decode step's only token of a slot: its q for this block's heads, to shared memory (where to->q
@@ -192,62 +256,84 @@ __device__ static inline void rotate_and_store(const QkvTarget* to, Unsummed qkv
   __syncthreads();
 }
 
-// The A operands of one lane, and the positions of its two rows (-1: no such row). Row r is head
-// r % heads of token r / heads; q: the first one's.
-template <int K>
-__device__ static inline void load_queries(uint4 fragment[][2], int row_pos[2], const half* q,
-                                           int all_heads, int heads, int rows, int pos0) {
-  constexpr int KD = (K + 31) / 32 * 32;
+// One lane's B operands, of query lane / 4 of each tile, and the positions of its two columns (-1:
+// no such query). Query i is head i % heads of token i / heads; q: the first one's.
+template <int K, int TILES>
+__device__ static inline void load_queries(uint4 fragment[TILES][key_width(K) / 32],
+                                           int query_pos[TILES][2], const half* q, int all_heads,
+                                           int heads, int queries, int pos0) {
   int lane = threadIdx.x % WARP;
-  for (int r = 0; r < 2; r++) {
-    int row = lane / 4 + r * 8, token = row < rows ? row / heads : 0;
-    row_pos[r] = row < rows ? pos0 + token : -1;
-    const half* from = q + ((size_t)token * all_heads + row % heads) * KD + lane % 4 * 8;
-    for (int c = 0; c < KD / 32; c++) {
-      uint4 v = *(const uint4*)(from + c * 32);
-      // k's 8t .. 8t+3 go to the first mma, 8t+4 .. 8t+7 to the second
-      for (int j = 0; j < 2; j++) {
-        (&fragment[c][j].x)[r] = j ? v.z : v.x;
-        (&fragment[c][j].x)[r + 2] = j ? v.w : v.y;
-      }
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    int mine = lane / 4 + i * 8, token = mine < queries ? mine / heads : 0;
+    const half* from = q + ((size_t)token * all_heads + mine % heads) * key_width(K) + lane % 4 * 8;
+    for (int c = 0; c < key_width(K) / 32; c++) fragment[i][c] = *(const uint4*)(from + c * 32);
+    for (int j = 0; j < 2; j++) {
+      int column = i * 8 + lane % 4 * 2 + j;
+      query_pos[i][j] = column < queries ? pos0 + column / heads : -1;
     }
   }
 }
 
-// The partial result of one split of one row: 8 threads hold K / 8 outputs each.
-template <int N>
+// The partial result of one split of one row: SHARE threads hold N outputs each.
+template <int N, int SHARE>
 __device__ static inline void store_partial(float* to, const Softmax<N>* s, int lane0) {
-  if (lane0 == 0) to[0] = s->max;
-  if (lane0 == 0) to[1] = s->sum;
-  for (int i = 0; i < N; i++) to[2 + lane0 + i * 8] = s->out[i];
+  if (lane0 == 0) {
+    to[0] = s->max;
+    to[1] = s->sum;
+  }
+  for (int i = 0; i < N; i++) to[2 + lane0 + i * SHARE] = s->out[i];
+}
+
+// Blocks of attention_kernel for which an SM has registers, at least (__launch_bounds__ sees to
+// it). Turing's 64 KB of shared memory may hold fewer.
+__host__ __device__ constexpr int attention_blocks(int head_dim) {
+  return head_dim <= 64 ? 4 : 2;
+}
+
+// Whether this block is the last of the `of` that share a run's splits. All store their results
+// before they call this; the last may read them, and leaves the counter at 0 for the next layer.
+__device__ static inline bool last_to_arrive(int* arrived, int of) {
+  __shared__ bool last;
+  __threadfence();  // what this thread stored, before the count
+  __syncthreads();
+  if (threadIdx.x == 0) last = atomicAdd(arrived, 1) == of - 1;
+  __syncthreads();
+  if (!last) return false;
+  __threadfence();
+  if (threadIdx.x == 0) *arrived = 0;
+  return true;
 }
 
 // out[T, H, K] = softmax(q . k / sqrt(K)) . v over each token's own positions. A block takes one
-// run of tokens of a slot, the heads that share a kv head (16 rows: heads x tokens), and every
-// split of 256 keys in turn, or its share of them (gridDim.z > 1: the last block to finish merges
-// all splits in order). Must read the cache of a slot once per run of its tokens. N: the cache's
-// numbers. Twin: attend.
-template <int K, typename N, bool SHARED>
-__global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
+// run of tokens of a slot, the heads that share a kv head (at most TILES x 8 queries: heads x
+// tokens), and every split of 256 keys in turn, or its share of them (gridDim.z > 1: the last block
+// to finish merges all splits in order). Must read the cache of a slot once per run of its tokens.
+// N: the cache's numbers. Twin: attend.
+template <int K, typename N, int TILES>
+__global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
     attention_kernel(half* out, QkvTarget to, Unsummed qkv, float* partial, int* arrived,
                      int most_splits, int out_group) {
-  constexpr int KD = (K + 31) / 32 * 32, OWN = K / 8;
-  __shared__ float chunk_out[ATTENTION_WARPS][TILE_ROWS][K], chunk_max[ATTENTION_WARPS][TILE_ROWS],
-      chunk_sum[ATTENTION_WARPS][TILE_ROWS];
-  __shared__ half q_shared[sizeof(N) == 1 ? 1 : TILE_ROWS * KD];
-  __shared__ bool last;
+  // After the products each thread owns OWN outputs of one query (row), SHARE apart.
+  constexpr int KD = key_width(K), ROWS = TILES * 8, SHARE = ATTENTION_WARPS * WARP / ROWS,
+                OWN = K / SHARE, MINE = TILE_ROWS * (K + 2);
+  __shared__ float chunk_out[ATTENTION_WARPS][ROWS][K + 4];  // + 4: written without bank conflicts
+  __shared__ float chunk_max[ATTENTION_WARPS][ROWS], chunk_sum[ATTENTION_WARPS][ROWS];
+  __shared__ half q_shared[sizeof(N) == 1 ? 1 : ROWS * KD];
+  const bool shared = gridDim.z > 1;
   const DeviceKV kv = to.kv;
   int4 run = to.batch.run[blockIdx.x];
   int first = run.x, length = run.y, slot = run.z, pos0 = run.w;
-  int group = kv.heads / kv.kv_heads, parts = (group + TILE_ROWS - 1) / TILE_ROWS;
-  int g = blockIdx.y / parts, head0 = g * group + blockIdx.y % parts * TILE_ROWS;
-  int heads = min(TILE_ROWS, (g + 1) * group - head0), rows = heads * length;
+  int group = kv.heads / kv.kv_heads, parts = (group + ROWS - 1) / ROWS;
+  int g = blockIdx.y / parts, head0 = g * group + blockIdx.y % parts * ROWS;
+  int heads = min(ROWS, (g + 1) * group - head0), rows = heads * length;
   int last_key = pos0 + length - 1, n_splits = last_key / SPLIT + 1;
-  int split = SHARED ? n_splits * blockIdx.z / gridDim.z : 0,
-      end = SHARED ? n_splits * (blockIdx.z + 1) / gridDim.z : n_splits;
-  int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, row_pos[2];
-  if (slot >= 0 && split < end)
-    prefetch_pages<K, N>(&kv, to.batch.table, slot, g, split * SPLIT + warp * CHUNK, last_key);
+  int split = n_splits * blockIdx.z / gridDim.z, end = n_splits * (blockIdx.z + 1) / gridDim.z;
+  int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, query_pos[TILES][2];
+  int key0 = split * SPLIT + warp * CHUNK;
+  Pages<K, N> pages(&to, max(slot, 0), g, max(last_key, 0));
+  pages.look_up(key0);
+  if (slot >= 0 && split < end) prefetch_chunk(&pages, key0);
   wait_for_previous();
   if (slot < 0 || split >= end) return;
   const half* q = to.q + ((size_t)first * kv.heads + head0) * KD;
@@ -256,69 +342,64 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, K <= 64 ? 4 : 2)
     to.q = q_shared - ((size_t)first * kv.heads + head0) * KD;
     rotate_and_store<K>(&to, qkv, first, head0, heads, g, end == n_splits);
   }
-  uint4 fragment[KD / 32][2];
-  // After the products each thread owns K / 8 outputs of one row.
-  int row = threadIdx.x / 8, lane0 = threadIdx.x % 8;
+  uint4 fragment[TILES][KD / 32];
+  int row = threadIdx.x / SHARE, lane0 = threadIdx.x % SHARE;
   int pair = blockIdx.x * gridDim.y + blockIdx.y;
-  partial += ((size_t)pair * most_splits * TILE_ROWS + row) * (K + 2);
+  partial += (size_t)pair * most_splits * MINE + row * (K + 2);
   Softmax<OWN> total = {-INFINITY, 0, {}};
   for (; split < end; split++) {
-    int key0 = split * SPLIT + warp * CHUNK;
-    float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0}, o[K / 8][4] = {};
-    load_queries<K>(fragment, row_pos, q, kv.heads, heads, rows, pos0);
-    if (key0 <= last_key)
-      attend_chunk<K, N>(&kv, to.batch.table, slot, g, key0, last_key, rows > 8, row_pos, fragment,
-                         max, sum, o);
+    float max[TILES][2], sum[TILES][2], o[TILES][K / 16][4] = {};
+    for (int i = 0; i < TILES * 2; i++) {
+      max[i / 2][i % 2] = -INFINITY;
+      sum[i / 2][i % 2] = 0;
+    }
+    load_queries<K, TILES>(fragment, query_pos, q, kv.heads, heads, rows, pos0);
+    if (key0 <= last_key) attend_chunk<K, N, TILES>(&pages, key0, query_pos, fragment, max, sum, o);
+    key0 += SPLIT;
+    pages.look_up(key0);
     __syncthreads();  // the previous split's results have been read
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      if (r == 1 && rows <= 8) break;
-      chunk_max[warp][lane / 4 + r * 8] = max[r];
-      chunk_sum[warp][lane / 4 + r * 8] = sum[r];
-      for (int i = 0; i < K / 8; i++)
-        for (int e = 0; e < 2; e++)
-          chunk_out[warp][lane / 4 + r * 8][i * 8 + lane % 4 * 2 + e] = o[i][r * 2 + e];
+    for (int i = 0; i < TILES * 2; i++) {
+      int column = i / 2 * 8 + lane % 4 * 2 + i % 2;
+      chunk_max[warp][column] = max[i / 2][i % 2];
+      chunk_sum[warp][column] = sum[i / 2][i % 2];
+      for (int e = 0; e < K / 8; e++)
+        chunk_out[warp][column][e * 8 + lane / 4] = o[i / 2][e / 2][e % 2 * 2 + i % 2];
     }
     __syncthreads();
     if (row >= rows) continue;
     Softmax<OWN> s = {-INFINITY, 0, {}};
     for (int c = 0; c < ATTENTION_WARPS; c++)
-      merge(&s, chunk_max[c][row], chunk_sum[c][row], &chunk_out[c][row][lane0], 8);
-    if (SHARED) {
-      store_partial(partial + split * (TILE_ROWS * (K + 2)), &s, lane0);
+      merge(&s, chunk_max[c][row], chunk_sum[c][row], &chunk_out[c][row][lane0], SHARE);
+    if (shared) {
+      store_partial<OWN, SHARE>(partial + split * MINE, &s, lane0);
     } else {
       merge(&total, s.max, s.sum, s.out, 1);
     }
   }
-  int token = first + row / heads, head = head0 + row % heads;
-  if (SHARED) {
-    __threadfence();
-    __syncthreads();
-    int* count = &arrived[pair];
+  if (shared) {
     int shares = min(n_splits, (int)gridDim.z);  // blocks that have a split
-    if (threadIdx.x == 0) last = atomicAdd(count, 1) == shares - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    if (threadIdx.x == 0) *count = 0;
+    if (!last_to_arrive(&arrived[pair], shares)) return;
     for (int s = 0; s < n_splits && row < rows; s++) {
-      const float* from = partial + s * (TILE_ROWS * (K + 2));
+      const float* from = partial + s * MINE;
       float o[OWN];
-      for (int i = 0; i < OWN; i++) o[i] = __ldcg(from + 2 + lane0 + i * 8);
+      for (int i = 0; i < OWN; i++) o[i] = __ldcg(from + 2 + lane0 + i * SHARE);
       merge(&total, __ldcg(from), __ldcg(from + 1), o, 1);
     }
   }
   if (row >= rows) return;
+  int token = first + row / heads, head = head0 + row % heads;
+  float scale = 1 / total.sum;
   for (int i = 0; i < OWN; i++)
-    out[activation_index(token, head * K + lane0 + i * 8, kv.heads * K, out_group)] =
-        __float2half(total.out[i] / total.sum);
+    out[activation_index(token, head * K + lane0 + i * SHARE, kv.heads * K, out_group)] =
+        __float2half(total.out[i] * scale);
 }
 
 // Blocks among which attention shares the splits of a run. The fewest that let the GPU be done in
 // the fewest turns: blocks that stay can ask for their next keys early.
 static int attention_shares(const Device* d, const QkvTarget* to, int runs, int splits) {
   int blocks = runs * to->kv.kv_heads * ceil_div(to->kv.heads / to->kv.kv_heads, TILE_ROWS);
-  int at_once = d->sms * (to->head_dim <= 64 ? 4 : 2), best = 1, best_turns = INT_MAX;
+  int at_once = d->sms * attention_blocks(to->head_dim), best = 1, best_turns = INT_MAX;
   for (int z = 1; z <= splits; z++) {
     int turns = ceil_div(blocks * z, at_once) * ceil_div(splits, z);
     if (turns >= best_turns) continue;
@@ -333,10 +414,10 @@ static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, Q
                              Unsummed qkv) {
   int parts = ceil_div(to.kv.heads / to.kv.kv_heads, TILE_ROWS);
   int shares = attention_shares(g->device, &to, runs, splits);
-  auto kernel = g->fp8_kv
-                    ? shares > 1 ? attention_kernel<K, fp8, true> : attention_kernel<K, fp8, false>
-                : shares > 1 ? attention_kernel<K, half, true>
-                             : attention_kernel<K, half, false>;
+  bool small = runs == n_tokens && to.kv.heads <= 8 * to.kv.kv_heads;  // at most 8 queries a run
+  auto kernel = g->fp8_kv ? small ? attention_kernel<K, fp8, 1> : attention_kernel<K, fp8, 2>
+                : small ? attention_kernel<K, half, 1>
+                          : attention_kernel<K, half, 2>;
   launch(g, kernel, dim3(runs, to.kv.kv_heads * parts, shares), ATTENTION_WARPS * WARP, 0, g->att,
          to, qkv, g->partial, g->arrived, splits, activation_group(g, n_tokens));
 }

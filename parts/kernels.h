@@ -65,10 +65,22 @@ __host__ __device__ static inline size_t activation_index(int t, int k, int n_k,
   return (piece * group + t % group) * 8 + k % 32 / 8 * 2 + k % 2;
 }
 
-// V of one cache block [16 tokens, K] for p . v: lane (g, t) finds tokens 4t .. 4t+3 of dims g and
-// g + 8 in 16 bytes.
+// Keys of one page [16 tokens, KD] as the A operand of k . q^T. Lane (g, t) has dimensions 8t ..
+// 8t+7 of every 32 of two tokens, a = g / 2 * 4 + g % 2 and a + 2 (rows g and g + 8), 8 numbers for
+// each of two mmas: dimensions 8t and 8t+1 of a, of a + 2, then 8t+2 and 8t+3 of a, of a + 2; the
+// second mma has 8t+4 .. 8t+7. fp16: an mma's numbers of all lanes are 512 bytes in a row; fp8: a
+// lane's 16 numbers are neighbours.
+__host__ __device__ static inline int k_index(int token, int dim, bool fp8) {
+  int lane = (token / 4 * 2 + token % 2) * 4 + dim % 32 / 8;
+  int eight = fp8 ? lane * 2 + dim % 8 / 4 : dim % 8 / 4 * WARP + lane;
+  return dim / 32 * 512 + eight * 8 + dim % 4 / 2 * 4 + token % 4 / 2 * 2 + dim % 2;
+}
+
+// Values of one page [16 tokens, K] as the A operand of v^T . p^T: lane (g, t) finds dimensions g
+// and g + 8 of every 16 for tokens 4t .. 4t+3 in 8 numbers.
 __host__ __device__ static inline int v_index(int token, int dim) {
-  return (dim / 16) * 256 + (dim % 8) * 32 + (token / 4) * 8 + ((dim / 8) % 2) * 4 + token % 4;
+  return dim / 16 * 256 + (dim % 8 * 4 + token / 4) * 8 + token % 4 / 2 * 4 + dim / 8 % 2 * 2 +
+         token % 2;
 }
 
 // Streams weights past the L1 cache, which the activations need.
@@ -165,7 +177,7 @@ typedef struct {               // the step's token list on the device
 // The cache is made of pages: 16 tokens' keys, or values, of one kv head. fp16: the numbers. fp8:
 // the numbers in e4m3, then a scale of two bytes for each token.
 typedef struct {
-  void* k;  // [L, blocks, G] pages of [16, KD], fp8 in the order of fp8_key_index
+  void* k;  // [L, blocks, G] pages of [16 KD] in the order of k_index
             // KD = K rounded up to 32, the rest zero
   void* v;  // [L, blocks, G] pages of [16 K] in the order of v_index
   int n_blocks, max_blocks;
@@ -395,7 +407,7 @@ static void add_norm(const Gpu* g, const Config* c, int rows, Unsummed y, const 
 
 // ---- Where q, k and v go.
 
-__host__ __device__ static inline int key_width(int head_dim) {
+__host__ __device__ constexpr int key_width(int head_dim) {
   return (head_dim + 31) / 32 * 32;
 }
 
@@ -418,13 +430,6 @@ __device__ static inline N* page_at(void* pages, size_t page, int width) {
   return (N*)((char*)pages + page * page_bytes<N>(width));
 }
 
-// fp8: lane (column, t) finds what attend_chunk multiplies, numbers 8t .. 8t+7 of every 32 of its
-// two keys, in 16 bytes.
-__host__ __device__ static inline int fp8_key_index(int token, int dim) {
-  int column = token / 4 * 2 + token % 2;
-  return ((dim / 32 * 8 + column) * 4 + dim % 32 / 8) * 16 + token % 4 / 2 * 8 + dim % 8;
-}
-
 __device__ static inline void rotate(const QkvTarget* to, int pos, int i, float* first,
                                      float* second) {
   float2 a = to->angles[(size_t)pos * (to->head_dim / 2) + i];
@@ -444,9 +449,11 @@ __device__ static inline void store_qkv(const QkvTarget* to, int t, int head, in
   half* row = to->q + ((size_t)t * kv->heads + head) * width;
   int g = head - kv->heads, first_at = i, second_at = i + half_dim;
   if (g < kv->kv_heads) rotate(to, pos, i, &first, &second);
-  if (g >= 0 && g < kv->kv_heads)
-    row = page_at<half>(kv->k, kv_page(kv, to->batch.table, slot, pos, g), width) +
-          pos % KV_BLOCK * width;
+  if (g >= 0 && g < kv->kv_heads) {
+    row = page_at<half>(kv->k, kv_page(kv, to->batch.table, slot, pos, g), width);
+    first_at = k_index(pos % KV_BLOCK, i, false);
+    second_at = k_index(pos % KV_BLOCK, i + half_dim, false);
+  }
   if (g >= kv->kv_heads) {
     row = page_at<half>(kv->v, kv_page(kv, to->batch.table, slot, pos, g - kv->kv_heads),
                         to->head_dim);
@@ -511,7 +518,7 @@ __global__ void __launch_bounds__(FP8_ROPE_WARPS* WARP)
       int i = lane + j * WARP, dim = i + e * half_dim;
       float x = most > 0 ? pair[j][e] / __half2float(scale) : 0;
       if (i < half_dim)
-        page[is_key ? fp8_key_index(token, dim) : v_index(token, dim)] =
+        page[is_key ? k_index(token, dim, true) : v_index(token, dim)] =
             __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
     }
   }
