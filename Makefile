@@ -77,7 +77,7 @@ help:
 	@echo "make            build bs (with nvcc) or bs-cpu (without)"
 	@echo "make run        build and sweep batch sizes; results in plots/"
 	@echo "make test       all tests that need no GPU"
-	@echo "make gpu-test   the GPU against the CPU"
+	@echo "make gpu-test   the GPU against the CPU; needs the card for itself"
 	@echo "make real-test  SmolLM2-135M against transformers (tests/smollm2.py fetches it)"
 	@echo "make clean      remove what was built"
 	@echo "variables: ARCH=sm_86|all, CC=..., NVCC=..., STB=directory of stb_image_write.h"

@@ -396,7 +396,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
 }
 
 // Blocks among which attention shares the splits of a run. The fewest that let the GPU be done in
-// the fewest turns: blocks that stay can ask for their next keys early.
+// the fewest turns: what they leave is written, and read by the last of them.
 static int attention_shares(const Device* d, const QkvTarget* to, int runs, int splits) {
   int blocks = runs * to->kv.kv_heads * ceil_div(to->kv.heads / to->kv.kv_heads, TILE_ROWS);
   int at_once = d->sms * attention_blocks(to->head_dim), best = 1, best_turns = INT_MAX;

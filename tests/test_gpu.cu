@@ -679,14 +679,15 @@ static void test_identity(const char* model, Device* d, const int* batches, int 
   free_model(&m);
 }
 
-// ---- the device: its ceilings, and memory that it refuses
+// ---- the device: its ceilings, and memory that it refuses. Other processes on the card change
+// both.
 
 static void test_probes(void) {
   float* p = (float*)gpu_alloc(256);
   double mma = probe_mma_rate(&gpu, p), wgmma = probe_wgmma_rate(&gpu, p);
   printf("probed with mma.sync: %.0f TFLOP/s, with wgmma: %.0f\n", mma / 1e12, wgmma / 1e12);
   CHECK(wgmma == 0 || wgmma > mma, "wgmma multiplies at %g, mma.sync at %g", wgmma, mma);
-  CHECK(gpu.rate > 0.9 * fmax(mma, wgmma), "the ceiling is %g", gpu.rate);
+  CHECK(gpu.rate > 0.9 * fmax(mma, wgmma), "the ceiling is %g (is the card in use?)", gpu.rate);
   gpu_free(p);
 }
 
@@ -709,12 +710,13 @@ static void test_refused_weights(void) {
     refused++;
     CHECK(strstr(err, "refused memory") && gpu.n_list == 0 && gpu.tagged[MEM_WEIGHTS] == 0,
           "allocation %d failed: %d stay. %s", n, gpu.n_list, err);
-    CHECK(gpu.api->used() < used + MIB, "allocation %d failed: %.1f MiB stay", n,
-          (gpu.api->used() - used) / MIB);
+    CHECK(gpu.api->used() < used + MIB, "allocation %d failed: %.1f MiB stay (is the card in use?)",
+          n, (gpu.api->used() - used) / MIB);
   }
   CHECK(opened && refused >= 10, "only %d allocations could fail", refused);
   if (opened) weights_close(&w, &gpu);
-  CHECK(gpu.n_list == 0 && gpu.api->used() < used + MIB, "all memory is returned");
+  CHECK(gpu.n_list == 0 && gpu.api->used() < used + MIB,
+        "all memory is returned (is the card in use?)");
   free_model(&m);
 }
 
