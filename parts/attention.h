@@ -395,10 +395,15 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
         __float2half(total.out[i] * scale);
 }
 
+// Blocks that a run needs: each takes one kv head, and at most 16 of the heads that share it.
+static int run_blocks(const DeviceKV* kv) {
+  return kv->kv_heads * ceil_div(kv->heads / kv->kv_heads, TILE_ROWS);
+}
+
 // Blocks among which attention shares the splits of a run. The fewest that let the GPU be done in
 // the fewest turns: what they leave is written, and read by the last of them.
 static int attention_shares(const Device* d, const QkvTarget* to, int runs, int splits) {
-  int blocks = runs * to->kv.kv_heads * ceil_div(to->kv.heads / to->kv.kv_heads, TILE_ROWS);
+  int blocks = runs * run_blocks(&to->kv);
   int at_once = d->sms * attention_blocks(to->head_dim), best = 1, best_turns = INT_MAX;
   for (int z = 1; z <= splits; z++) {
     int turns = ceil_div(blocks * z, at_once) * ceil_div(splits, z);
@@ -412,14 +417,13 @@ static int attention_shares(const Device* d, const QkvTarget* to, int runs, int 
 template <int K>
 static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
                              Unsummed qkv) {
-  int parts = ceil_div(to.kv.heads / to.kv.kv_heads, TILE_ROWS);
   int shares = attention_shares(g->device, &to, runs, splits);
   bool small = runs == n_tokens && to.kv.heads <= 8 * to.kv.kv_heads;  // at most 8 queries a run
   auto kernel = g->fp8_kv ? small ? attention_kernel<K, fp8, 1> : attention_kernel<K, fp8, 2>
                 : small ? attention_kernel<K, half, 1>
                           : attention_kernel<K, half, 2>;
-  launch(g, kernel, dim3(runs, to.kv.kv_heads * parts, shares), ATTENTION_WARPS * WARP, 0, g->att,
-         to, qkv, g->partial, g->arrived, splits, activation_group(g, n_tokens));
+  launch(g, kernel, dim3(runs, run_blocks(&to.kv), shares), ATTENTION_WARPS * WARP, 0, g->att, to,
+         qkv, g->partial, g->arrived, splits, activation_group(g, n_tokens));
 }
 
 // qkv: slices of a decode step that are still to be rotated and stored, or none.

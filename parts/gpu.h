@@ -424,7 +424,6 @@ static void upload_tables(Engine* e, int* staging) {
 
 static void gpu_submit(Engine* e, const Batch* b, Step* s) {
   Gpu* g = e->gpu;
-  const Config* c = &e->w->config;
   int which = (int)(s - e->step), T = b->n_tokens, last_pos = 0;
   bool decode = b->n_rows == b->n_tokens;
   for (int t = 0; t < T; t++) {
@@ -437,8 +436,7 @@ static void gpu_submit(Engine* e, const Batch* b, Step* s) {
   upload_tables(e, staging + (size_t)BATCH_INTS * e->size.max_tokens);
   int runs = T;
   if (!decode || !device_has_it(g, b)) runs = upload_batch(e, b, T, decode, staging);
-  int parts = ceil_div(c->n_heads / c->n_kv_heads, TILE_ROWS),
-      blocks = runs * c->n_kv_heads * parts;
+  int blocks = runs * run_blocks(&g->qkv.kv);
   int splits = blocks < 2 * g->device->sms ? last_pos / SPLIT + 1 : 1;
   if (decode) replay_decode(e, T, splits);
   if (!decode) gpu_forward(e, T, b->n_rows, runs, splits, false);

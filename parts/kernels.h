@@ -115,6 +115,10 @@ __device__ static inline void mma(float d[4], uint4 a, uint32_t b0, uint32_t b1)
 }
 #endif
 
+__device__ static inline uint32_t shared_address(const void* p) {
+  return (uint32_t)__cvta_generic_to_shared(p);
+}
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 __device__ static inline void copy_async(void* shared, const void* global, bool wanted) {
   if (wanted) *(uint4*)shared = *(const uint4*)global;
@@ -129,7 +133,7 @@ __device__ static inline void copy_wait() {
 __device__ static inline void copy_async(void* shared, const void* global, bool wanted) {
   asm volatile(
       "{ .reg .pred p; setp.ne.b32 p, %2, 0; @p cp.async.cg.shared.global [%0], [%1], 16; }" ::"r"(
-          (uint32_t)__cvta_generic_to_shared(shared)),
+          shared_address(shared)),
       "l"(global), "r"((int)wanted)
       : "memory");
 }

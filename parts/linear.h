@@ -274,10 +274,6 @@ __device__ static inline int walk_tiles(const KWalk* w) {
   return min((int)STAGE_TILES, w->end - w->at);
 }
 
-__device__ static inline uint32_t shared_address(const void* p) {
-  return (uint32_t)__cvta_generic_to_shared(p);
-}
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL  // code for sm_90a
 enum { HAVE_WGMMA = 1 };
 
@@ -567,7 +563,7 @@ __device__ static inline uint4 load_matrices(const uint4* row) {
   uint4 r;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "r"((uint32_t)__cvta_generic_to_shared(row)));
+               : "r"(shared_address(row)));
   return r;
 }
 

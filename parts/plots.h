@@ -400,9 +400,9 @@ static void name_points(const Axes* a, const SweepReport* r, const struct Chart*
   for (int i = r->n_rows - 1; i >= 0; i--) {
     bool working = i == r->knee.working;
     Point p = row_point(a, r, i, chart->x, chart->y), foot = {p.x, a->in.y1 - 20};
-    double miss = 100 * (row_value(r, i, V_PREDICTED) / row_value(r, i, V_STEP) - 1);
+    double miss = round(100 * (row_value(r, i, V_PREDICTED) / row_value(r, i, V_STEP) - 1));
     if (chart->y == V_STEP && !isnan(miss) && &r->rows[i] != predict(r->rows, r->n_rows).first)
-      place_label(a, p, INK_RED, format_str("%+.0f%%", miss).s);
+      place_label(a, p, INK_RED, format_str("%+.0f%%", miss + 0).s);  // -0 + 0 = 0
     if (working || chart->x != V_BATCH) {
       Str batch = format_str(working ? "working point: batch %d" : "%d", r->rows[i].batch);
       place_label(a, p, working ? INK_DARK : INK_DIM, batch.s);
