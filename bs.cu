@@ -15,25 +15,25 @@
 //   446  KV cache           blocks of 16 tokens and who holds them
 //   517  engine             a model on a device, with steps in flight
 //   651  roofline           the work of a step, counted
-//   700  scheduler          static, bucketed, continuous: who runs in the next step
-//  1076  engine loop        plan, submit, collect
-//  1249  CPU backend        submit = forward_cpu
-//  1359  parts/sim.h        a device on a virtual clock; GPUs by name
-//  1362  parts/kernels.h    the forward pass on a GPU (4 files): why 8 tokens cost as much as 1
-//  1367  weights            from a checkpoint to what the device wants
-//  1461  metrics            percentiles
-//  1495  knee               the walk that finds the working point
-//  1585  parts/interop.h    other tools' measurements and traces in, their options out
-//  1586  parts/report.h     sweep.csv, config.json, compare.csv, the tables
-//  1588  parts/options.h    one table for parser and --help
-//  1590  sweep              one row per batch size
-//  1738  parts/plots.h      drawn by us, encoded by stb_image_write
-//  1739  parts/tokenizer.h  text to tokens and back
-//  1741  commands           a device, a model, defaults; bs sweep
-//  1937  parts/plan.h       bs plan and bs knee
-//  1939  streams            lengths and arrivals, drawn or from a trace
-//  1971  compare            one stream of requests through every policy
-//  2490  parts/generate.h   bs generate; then main
+//   702  scheduler          static, bucketed, continuous: who runs in the next step
+//  1078  engine loop        plan, submit, collect
+//  1251  CPU backend        submit = forward_cpu
+//  1361  parts/sim.h        a device on a virtual clock; GPUs by name
+//  1364  parts/kernels.h    the forward pass on a GPU (4 files): why 8 tokens cost as much as 1
+//  1369  weights            from a checkpoint to what the device wants
+//  1466  metrics            percentiles
+//  1500  knee               the walk that finds the working point
+//  1590  parts/interop.h    other tools' measurements and traces in, their options out
+//  1591  parts/report.h     sweep.csv, config.json, compare.csv, the tables
+//  1593  parts/options.h    one table for parser and --help
+//  1595  sweep              one row per batch size
+//  1744  parts/plots.h      drawn by us, encoded by stb_image_write
+//  1745  parts/tokenizer.h  text to tokens and back
+//  1747  commands           a device, a model, defaults; bs sweep
+//  1946  parts/plan.h       bs plan and bs knee
+//  1948  streams            lengths and arrivals, drawn or from a trace
+//  1980  compare            one stream of requests through every policy
+//  2502  parts/generate.h   bs generate; then main
 //
 // Who holds what: a Session has the Device, the Model (tensors as stored) and the Weights (as the
 // device wants them). An Engine runs the Weights with a KV cache (BlockTable: who holds which
@@ -667,8 +667,10 @@ static Work count_work(const Config* c, const Batch* b, int kv_size) {
   // A weight is 2 bytes, read once a step, and 2 FLOPs, done once a token: one number for both.
   double layers = 2 * c->n_layers * layer, head = b->n_rows ? 2 * V * D : 0;
   w.weight_bytes = layers + head + 2.0 * b->n_tokens * D;  // D: a row of the embedding table
-  w.noreuse_bytes = w.flops = layers * b->n_tokens + head * b->n_rows;
-  w.reuse8_bytes = layers * ((b->n_tokens + 7) / 8) + head * ((b->n_rows + 7) / 8);
+  w.flops = layers * b->n_tokens + head * b->n_rows;
+  w.noreuse_bytes = w.flops + 2.0 * b->n_tokens * D;
+  w.reuse8_bytes =
+      2.0 * b->n_tokens * D + layers * ((b->n_tokens + 7) / 8) + head * ((b->n_rows + 7) / 8);
   for (int t = 0; t < b->n_tokens; t++) {
     // Its own K and V are written; all earlier ones are read once for a slot's tokens of a step.
     bool last_of_slot = t + 1 == b->n_tokens || b->slot[t + 1] != b->slot[t];
@@ -1443,17 +1445,20 @@ static bool weights_open(Weights* w, Device* d, const Model* m, Matmul matmul, i
   if (!c->tied)
     ok = ok && matrix_open(w, d, &w->head, c->vocab_size, c->dim, false) &&
          fill_matrix(w, d, &w->head, &m->head, 0, 0);
-  for (int i = 0; i < c->n_layers && ok; i++) {
+  for (int i = 0; i < c->n_layers && ok && !interrupted; i++) {
     ok = layer_open(w, d, &w->layers[i], &m->layers[i]);
     for (int j = 0; j < m->n_maps; j++) forget_pages(&m->maps[j]);
   }
   float* angles = (float*)xcalloc((size_t)positions * c->head_dim, sizeof(float));
   rope_table(c, positions, angles);
+  ok = ok && !interrupted;
   w->final_norm = ok ? floats_open(d, &m->final_norm, NULL, c->dim) : NULL;
   w->rope = ok ? floats_open(d, NULL, angles, (size_t)positions * c->head_dim) : NULL;
   free(angles);
   if (w->final_norm && w->rope) return true;
-  file_error(err, c->name, "does not fit: the device refused memory for its weights");
+  file_error(err, c->name,
+             interrupted ? "interrupted while its weights were loaded"
+                         : "does not fit: the device refused memory for its weights");
   weights_close(w, d);
   return false;
 }
@@ -1597,6 +1602,7 @@ typedef struct {
 } Session;
 
 static void on_interrupt(int signal_number) {
+  if (interrupted) _exit(130);  // the second, whichever it is, ends the run at once
   interrupted = signal_number;
 }
 
@@ -1810,8 +1816,10 @@ static void fill_defaults(Options* o, const Config* c, bool gpu) {  // a real or
   if (!o->input_len) o->input_len = gpu ? 128 : 32;
   if (!o->output_len) o->output_len = o->command == CMD_GENERATE ? 512 : gpu ? 128 : 32;
   if (!o->step_tokens) {
-    o->step_tokens = gpu ? 4096 : 256;
-    if (o->step_tokens < o->max_batch) o->step_tokens = o->max_batch;  // everyone decodes in a step
+    o->step_tokens = gpu ? 4096 : 256;  // and everyone decodes in a step
+    if (o->step_tokens < o->max_batch) o->step_tokens = o->max_batch;
+    for (int i = 0; i < o->n_batches; i++)
+      if (o->step_tokens < o->batches[i]) o->step_tokens = o->batches[i];
   }
   if (!o->repeats) o->repeats = gpu ? 3 : 1;
 }
@@ -1825,6 +1833,7 @@ static bool lengths_fit(const Options* o, const Config* c, char* err) {
 static int sweep_rows(Session* s, const Options* o, SweepRow* rows, ResultFile* csv) {
   static const int defaults[] = {1, 2, 4, 8, 16, 32, 64, 128, 256};
   int n = o->n_batches ? o->n_batches : s->device.api != &cpu_backend ? 9 : 7, done = 0;
+  while (!o->n_batches && n > 1 && defaults[n - 1] > o->step_tokens) n--;
   print_table_header(stdout, o->rules);
   for (int i = 0; i < n && !interrupted; i++) {
     SweepRow* row = &rows[done];
@@ -1931,7 +1940,7 @@ static int cmd_sweep(Session* s, const Options* o) {
     print_prediction(stdout, &report);
     status = finish_report(&report, o, dtype_name(s->device.fp8_kv));
   }
-  return interrupted ? 130 : status;
+  return status;
 }
 
 #include "parts/plan.h"
@@ -2458,11 +2467,14 @@ static int run_comparison(Comparison* c) {
   if (whole && !why) measure_variance(c);
   if (whole && interrupted) printf("\nInterrupted: variance.png lacks spreads, or is left out.\n");
   if (whole && why) printf("\nNo variance.png: %s.\n", why);
+  int answered = 0;
+  for (int i = 0; i < c->n_results; i++) answered += c->results[i].completed;
   bool written = result_close(&c->csv, err) && result_close(&c->requests, err);
   if (!written || !write_compare(c, o->out, err)) return give_up(1, err);
   printf("\n%s/: compare.csv requests.csv compare.json schedule.png policies.png%s\n", o->out,
          c->n_points > 0 ? " variance.png" : "");
-  return interrupted ? 130 : c->differs > 0;
+  if (interrupted || answered > 0) return c->differs > 0;
+  return give_up(1, "no request was answered: all were rejected or timed out");
 }
 
 static int cmd_compare(Session* s, const Options* o) {
@@ -2494,6 +2506,7 @@ static int run_on_device(Session* s, Options* o) {
   if (!open_device(s, o, err)) return give_up(1, err);
   if (s->device.api == &cpu_backend && !cpu_can(o, err)) return give_up(2, err);
   s->device.fp8_kv = strcmp(o->kv, "fp8") == 0;
+  if (interrupted) return 130;
   if (!open_model(s, o, err)) return give_up(1, err);
   fill_defaults(o, &s->model.config, s->device.api != &cpu_backend);
   int status = o->command == CMD_GENERATE  ? cmd_generate(s, o)
@@ -2502,7 +2515,7 @@ static int run_on_device(Session* s, Options* o) {
   weights_close(&s->weights, &s->device);
   free_model(&s->model);
   device_close(&s->device);
-  return status;
+  return interrupted ? 130 : status;
 }
 
 // OpenMP threads that spin at a barrier waste whole scheduler slices as soon as anything else runs:
@@ -2513,18 +2526,19 @@ static void limit_spinning(char** argv) {
   if (setenv("GOMP_SPINCOUNT", "1000", 1) == 0) execv("/proc/self/exe", argv);
 }
 
-// The first Ctrl-C, TERM or hang-up ends the run in good order, the second at once.
+// The first Ctrl-C, TERM or hang-up ends the run in good order. A file that may not grow is an
+// error code, like a full disk.
 static void set_signals(void) {
   struct sigaction action, was;
   memset(&action, 0, sizeof action);
   action.sa_handler = on_interrupt;
-  action.sa_flags = (int)SA_RESETHAND;
   sigaction(SIGINT, &action, NULL);
   sigaction(SIGTERM, &action, NULL);
   if (sigaction(SIGHUP, NULL, &was) == 0 && was.sa_handler != SIG_IGN)  // nohup stays in force
     sigaction(SIGHUP, &action, NULL);
   action.sa_handler = on_bus_error;
   sigaction(SIGBUS, &action, NULL);
+  signal(SIGXFSZ, SIG_IGN);
 }
 
 static int run_command(Options* o) {

@@ -82,7 +82,7 @@ static int generate_texts(Session* s, const Options* o, const Tokenizer* t, cons
   for (int i = 0; i < n; i++) print_continuation(t, &w.requests[i], prompts[i], o->json);
   engine_close(&e);
   free_requests(w.requests, n);
-  return interrupted ? 130 : 0;
+  return 0;
 }
 
 static int cmd_generate(Session* s, const Options* o) {

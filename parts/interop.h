@@ -93,7 +93,9 @@ static bool set_cell(Measured* m, const char* name, const char* text, char* why)
     double value = strtod(text, &end);
     size_t length = strlen(name);
     double most = length > 4 && strcmp(name + length - 4, "_pct") == 0 ? 1e6 : 1e18;
-    if (*end != '\0' || !(value == 0 || (value >= 1e-12 && value <= most)))  // what can be printed
+    bool plain = text[strspn(text, "0123456789.eE+-")] == '\0';  // no hexadecimal
+    if (*end != '\0' || !plain ||
+        !(value == 0 || (value >= 1e-12 && value <= most)))  // what can be printed
       return say(why, WHY_LEN, "%s '%.40s': must be 0 or a number from 1e-12 to %g", name, text,
                  most);
     *column_of(m, i) = value;
@@ -202,6 +204,8 @@ static int read_header(char** at, char** names, Measured* ones, char found[WHY_L
   int n = 0;
   for (; end == ','; n++) {
     if (n == MAX_COLUMNS || !(names[n] = next_cell(at, &end))) return 0;
+    for (int i = 0; i < n; i++)
+      if (*names[n] && strcmp(names[i], names[n]) == 0) return 0;
     set_cell(ones, names[n], "1", unused);
     list_name(found, names[n]);
   }
@@ -223,7 +227,7 @@ static int read_rows(const char* path, char* text, Measured* m, char* err) {
     clear_row(&row, line);
     if (!json && n_names == 0) {
       n_names = read_header(&text, names, &row, found);
-      ok = n_names > 0 || say(why, WHY_LEN, "not the header of a table");
+      ok = n_names > 0 || say(why, WHY_LEN, "not the header of a table, or a column twice");
       if (ok && !has_columns(path, &row, found, err)) return -1;
     } else {
       ok = json ? json_row(&row, &text, found, why) : csv_row(&row, &text, names, n_names, why);
@@ -352,7 +356,8 @@ static bool choose_latency(const char* path, SweepRow* rows, int n, KneeRules* r
         k > 0 ? ", as there is no P95" : "");
     return true;
   }
-  return file_error(err, path, "columns: neither tpot_p%d_ms nor itl_p%d_ms; try --percentile",
+  return file_error(err, path,
+                    "columns: no row has tpot_p%d_ms or itl_p%d_ms above 0; try --percentile",
                     order[0], order[0]);
 }
 

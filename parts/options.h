@@ -316,6 +316,11 @@ static bool check_options(Options* o, char* err) {
     return say(err, ERR_LEN,
                "--max-batch %d needs --step-tokens of as many: everyone decodes in a step",
                o->max_batch);
+  for (int i = 0; i < o->n_batches; i++)
+    if (o->step_tokens > 0 && o->batches[i] > o->step_tokens)
+      return say(err, ERR_LEN,
+                 "--batches %d needs --step-tokens of as many: everyone decodes in a step",
+                 o->batches[i]);
   if (strcmp(o->device, "cpu") == 0 && !cpu_can(o, err)) return false;
   if (o->command == CMD_GENERATE && (o->n_prompts > 0) == (o->prompts_file != NULL)) {
     return say(err, ERR_LEN, "bs generate needs either --prompt TEXT or --prompts FILE");

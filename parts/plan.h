@@ -77,7 +77,8 @@ static void plan_row(const Plan* p, int batch, SweepRow* row) {
   Work all = plan_work(p, in, false), each = plan_work(p, batch, true);
   double tokens = (double)batch * in;  // every prompt is read before anyone decodes, as in measure
   double steps = ceil(tokens / p->step_tokens);
-  all.weight_bytes *= steps;
+  double head = 2.0 * p->config.vocab_size * p->config.dim;  // read where a prompt ends
+  all.weight_bytes = (all.weight_bytes - head) * steps + head * fmin(steps, batch);
   all.kv_bytes *= batch;
   all.flops *= batch;
   add_step(&prefill, d, all, tokens, 0);

@@ -500,8 +500,9 @@ static bool plot_sweep(const SweepReport* r, const char* dir, char* err) {
     memset(dots, INK_NONE, sizeof dots);
     if (k < N_CHARTS) draw_chart(page, r, working, k);
     if (k == N_CHARTS) draw_summary(page, r, working);
-    Str foot = format_str("%s on %s: %d tokens in, %d out; %d requests at batch %d", r->model,
-                          r->device, row->input_len, row->output_len, row->n_requests, row->batch);
+    Str foot = format_str("%s on %s: %d tokens in, %d out; %d request%s at batch %d", r->model,
+                          r->device, row->input_len, row->output_len, row->n_requests,
+                          row->n_requests == 1 ? "" : "s", row->batch);
     if (row->input_len == 0 || row->output_len == 0 || row->n_requests == 0)
       foot = format_str("%s on %s", r->model, r->device);  // that is all a foreign table says
     draw_foot(w, h, foot.s, format_str("Why it stops: %s", r->knee.why).s);

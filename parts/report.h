@@ -84,7 +84,7 @@ static void put_sweep_row(FILE* f, Form form, const SweepRow* r) {
 
 static SweepRow no_row;  // all of it undefined
 
-// The directory and those above it.
+// The directory and those above it. Until this run ends no other one may write there.
 static bool prepare_out(const char* dir, char* err) {
   char path[PATH_LEN];
   snprintf(path, sizeof path, "%s", dir);
@@ -94,9 +94,13 @@ static bool prepare_out(const char* dir, char* err) {
     mkdir(path, 0777);  // what matters is whether the last one can be made
     *at = '/';
   }
-  if (mkdir(dir, 0777) == 0 || errno == EEXIST) return true;
-  snprintf(err, ERR_LEN, "%.300s: cannot make the output directory: %s", dir, strerror(errno));
-  return false;
+  if (mkdir(dir, 0777) != 0 && errno != EEXIST)
+    return say(err, ERR_LEN, "%.300s: cannot make the output directory: %s", dir, strerror(errno));
+  static int lock = -1;  // what cannot be locked, on some file systems, is not
+  if (lock < 0 && (lock = open(dir, O_RDONLY)) >= 0)
+    if (flock(lock, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK)
+      return say(err, ERR_LEN, "%.300s: another bs writes to this output directory", dir);
+  return true;
 }
 
 // Written as NAME.tmp and renamed on close, so that NAME is always a complete file.

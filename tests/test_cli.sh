@@ -131,7 +131,9 @@ for wait in 0.4 1.5 3; do
     ok "and said to be interrupted, unless latency jumped before" $?
   fi
 done
-for signal in TERM HUP; do
+signals="TERM HUP"
+sh -c 'kill -HUP $$' 2>/dev/null && signals=TERM  # ignored here: these tests run under nohup
+for signal in $signals; do
   "$bs" --device cpu --model smollm2-135m --batches 1,2,4,8,16,32,64,128 --input-len 64 --output-len 64 --out "$tmp/c" >"$tmp/out" 2>&1 &
   pid=$!
   sleep 1
@@ -140,6 +142,18 @@ for signal in TERM HUP; do
   [ $? -eq 130 ]
   ok "SIG$signal ends like Ctrl-C" $?
 done
+"$bs" --device cpu --model smollm2-135m --batches 1,2,4,8,16,32,64,128 --input-len 64 --output-len 64 --out "$tmp/c" >"$tmp/out" 2>&1 &
+pid=$!
+sleep 1.5
+run 1 'another bs writes' "$bs" $small --batches 1 --out "$tmp/c"
+kill -TERM $pid
+kill -HUP $pid
+wait $pid
+[ $? -eq 130 ]
+ok "two signals of two kinds end it at once" $?
+(ulimit -f 20; "$bs" --device sim:h200 --quiet --out "$tmp/grow") >/dev/null 2>"$tmp/out"
+[ $? -eq 1 ] && grep -q '^bs: .*cannot write' "$tmp/out"
+ok "a file that may not grow is an error like others" $?
 (trap '' HUP; exec "$bs" $tiny --input-len 8 --output-len 32 --batches 1 --repeats 100 --out "$tmp/c") >"$tmp/out" 2>&1 &
 pid=$!
 sleep 0.3
@@ -147,6 +161,17 @@ kill -HUP $pid 2>/dev/null
 wait $pid
 ok "under nohup a hang-up is nothing" $?
 
+h200="--quiet --device sim:h200 --model llama-3.2-1b --step-tokens 8"
+run 2 'batches 64 needs --step-tokens' "$bs" $h200 --batches 1,64 --out "$tmp/few"
+run 0 '' "$bs" $h200 --out "$tmp/few"
+[ "$(wc -l <"$tmp/few/sweep.csv")" -eq 5 ]
+ok "by default no batch is larger than a step" $?
+run 0 '' "$bs" plan --device sim:h200 --model llama-3.2-1b --step-tokens 8 --batches 1,8 --out "$tmp/few2"
+ttft() { awk -F, -v b="$2" '$1 == b { printf "%.1f", $10 }' "$1/sweep.csv"; }
+[ "$(ttft "$tmp/few" 1)" = "$(ttft "$tmp/few2" 1)" ] && [ "$(ttft "$tmp/few" 8)" = 52.8 ] && [ "$(ttft "$tmp/few2" 8)" = 52.8 ]
+ok "a plan reads chunked prompts as a sweep does" $?
+awk -F, 'NR == 2 { exit !($36 >= $25) }' "$tmp/few/sweep.csv"
+ok "without reuse no step is faster" $?
 "$bs" generate $tiny --prompt a --output-len 2 >/dev/full 2>"$tmp/out"
 [ $? -eq 1 ]
 ok "lost output is a failure" $?
@@ -176,7 +201,11 @@ ok "the walk names the stop" $?
 ok "knee's files: $(cd "$tmp/k" && echo *)" $?
 run 0 'Working point: batch 32,' "$bs" knee tests/data/sweep_vllm_h100_bg_llama-2-7b.csv --percentile 99 --slo-tpot 25 --out "$tmp/k"
 run 0 'No working point' "$bs" knee tests/data/vllm_summary.csv --slo-tpot 5 --out "$tmp/k"
-run 1 'neither tpot_p95_ms' "$bs" knee tests/data/vllm_summary.csv --percentile 95 --out "$tmp/k"
+printf 'batch,batch,output_tok_s,tpot_p95_ms\n1,2,10,5\n' >"$tmp/twice.csv"
+run 1 'a column twice' "$bs" knee "$tmp/twice.csv" --out "$tmp/k"
+printf 'batch,output_tok_s,tpot_p95_ms\n0x1,10,5\n' >"$tmp/hex.csv"
+run 1 "batch '0x1'" "$bs" knee "$tmp/hex.csv" --out "$tmp/k"
+run 1 'no row has tpot_p95_ms' "$bs" knee tests/data/vllm_summary.csv --percentile 95 --out "$tmp/k"
 run 1 'columns: missing batch' "$bs" knee tests/run.sh --out "$tmp/k"
 run 1 'No such file' "$bs" knee "$tmp/none.csv"
 run 1 'output-len choose' "$bs" knee tests/data/llama_batched_bench.jsonl --out "$tmp/k"

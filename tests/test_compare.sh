@@ -113,7 +113,7 @@ for a in "--input-len 1 --output-len 1" "--output-len 1" "--max-batch 1 --reques
   timeout 60 "$bs" $sim $a --out "$tmp/o" >"$tmp/out"
   holds "slots with $a" "$(cell continuous occupancy_pct) <= 100.01 && $(cell static occupancy_pct) <= 100.01"
 done
-"$bs" $sim --kv-tokens 16 --out "$tmp/o" >"$tmp/out"
+run 1 'no request was answered' "$bs" $sim --kv-tokens 16 --out "$tmp/o"
 ! grep -q 'nan' "$tmp/out" && ! [ -e "$tmp/o/variance.png" ]
 ok "nobody served: no nan, no variance.png" $?
 [ "$(cell static rejected)" = 256 ] && [ -z "$(cell static output_tok_s)" ]

@@ -206,7 +206,8 @@ static void test_count_work(void) {
   CHECK(w.kv_bytes == 32 * (11 + 4), "KV of 10 and 3 earlier tokens read, of 2 written: %g",
         w.kv_bytes);
   CHECK(w.flops == 2 * 2 * (2 * 576 + 256) + 4 * 8 * 2 * (11 + 4), "FLOPs: %g", w.flops);
-  CHECK(w.noreuse_bytes == 2 * 2 * (2 * 576 + 256) + 32 * 15, "without reuse: %g", w.noreuse_bytes);
+  CHECK(w.noreuse_bytes == 2 * 2 * (2 * 576 + 256) + 2 * 2 * 8 + 32 * 15, "without reuse: %g",
+        w.noreuse_bytes);
   slot[1] = 0;  // one sequence's prompt chunk at positions 3 and 4: the earlier KV is read once
   pos[0] = 3;
   pos[1] = 4;
