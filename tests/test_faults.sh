@@ -104,7 +104,7 @@ kb=$(sed -n 's/^MemAvailable: *\([0-9]*\).*/\1/p' /proc/meminfo)
 if [ -n "$sanitized" ] || [ "$kb" -lt 6000000 ]; then
   echo "skipped: failing allocations (a sanitizer's address space, or too small a machine)"
 else
-  (ulimit -v 2000000 && "$bs" sweep --device cpu --model cpu-90m --batches 1,2048 --input-len 32 --output-len 32 --step-tokens 64 \
+  (ulimit -v 2000000 && "$bs" sweep --device cpu --model cpu-90m --batches 1,2048 --input-len 32 --output-len 32 --step-tokens 2048 \
     --out "$tmp/oom") >"$tmp/out" 2>&1
   [ $? -eq 0 ] && grep -q 'B=2048 oom: out of memory, although' "$tmp/out" && grep -q '^1,.*,ok,' "$tmp/oom/sweep.csv" &&
     grep -q '^2048,.*,oom,' "$tmp/oom/sweep.csv" && [ -s "$tmp/oom/summary.png" ]
@@ -159,7 +159,7 @@ for wait in 0.05 0.3 1; do
   got=$?
   [ $got -eq 0 ] || [ $got -eq 130 ]
   ok "generate, interrupted after $wait s: status $got" $?
-  [ $got -ne 130 ] || ! [ -s "$tmp/out" ] || ! grep -v '"finish": "\(eos\|interrupted\)"}$' "$tmp/out" >/dev/null
+  [ $got -ne 130 ] || ! [ -s "$tmp/out" ] || ! grep -v '^bs: tiny: interrupted while\|"finish": "\(eos\|interrupted\)"}$' "$tmp/out" >/dev/null
   ok "texts that were cut say so" $?
 done
 
