@@ -281,7 +281,8 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
   int shares = attention_shares(g->device, &qkv, runs, splits);
   Unsummed none = {NULL, 0, false, 0}, whole = {g->y, 1, false, 0}, y = none;
   bool few = g->matmul == MATMUL_MMA && T <= SKINNY_TOKENS &&
-             c->dim * (T * sizeof(half) + sizeof(float)) + 8192 <= (size_t)g->device->shared_bytes;
+             c->dim * (T * sizeof(half) + sizeof(float)) + SKINNY_SHARED <=
+                 (size_t)g->device->shared_bytes;
   SkinnyInput att = {g->att, NULL, NULL, NULL, 0}, hidden = {g->hidden, NULL, NULL, NULL, 0},
               norm = {NULL, g->x, NULL, NULL, c->norm_eps};
   // Attention can rotate and store by itself if tokens do not need each other; worth it while all

@@ -303,22 +303,24 @@ __device__ static inline float4 add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-enum { NORM_THREADS = 256 };  // of every block that normalises: one summation order
+enum { NORM_THREADS = 256, NORM_TEAMS = 2 };  // of all that normalise: one summation order
 
-// The sums of N values over a block's 256 threads, in a fixed order; every thread gets them.
+// The sums of N values over each 256 threads of a block, in a fixed order; every thread gets its
+// team's.
 template <int N>
 __device__ static void block_sums(float v[N]) {
-  __shared__ float partial[NORM_THREADS / WARP][N];
+  __shared__ float partial[NORM_TEAMS][NORM_THREADS / WARP][N];
+  int team = threadIdx.x / NORM_THREADS, warp = threadIdx.x % NORM_THREADS / WARP;
 #pragma unroll
   for (int i = 0; i < N; i++) {
     for (int offset = 16; offset > 0; offset /= 2) v[i] += __shfl_xor_sync(~0u, v[i], offset);
-    if (threadIdx.x % WARP == 0) partial[threadIdx.x / WARP][i] = v[i];
+    if (threadIdx.x % WARP == 0) partial[team][warp][i] = v[i];
   }
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < N; i++) {
     v[i] = 0;
-    for (int w = 0; w < NORM_THREADS / WARP; w++) v[i] += partial[w][i];
+    for (int w = 0; w < NORM_THREADS / WARP; w++) v[i] += partial[team][w][i];
   }
 }
 

@@ -97,11 +97,19 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
 
 // Rung 4: 1 to 8 tokens, the columns of one mma, where a step is bound by weights and by latency
 // and each token more is nearly free. A warp owns 16 rows and one slice of k; its weights stream
-// through a ring of 16 loads in flight (8 KB a warp, 64 KB a block; Little's law at 4.3 TB/s and
-// 0.8 us asks for 26 KB an SM), the first 16 issued before waiting for the previous kernel. What
-// would be a kernel before and after is done in place: RMSNorm of the residual stream on the way
-// in, and RoPE, SwiGLU or the residual addition on the way out. Must move 2 n k bytes.
-enum { SKINNY_WARPS = 8, RING = 8 };  // ring: in tiles of 1 KB
+// through a ring of RING tiles of 1 KB in registers, the first RING asked for before waiting for
+// the previous kernel (128 KB a block; Little's law at 4.3 TB/s and 0.8 us asks for 26 KB an SM,
+// the rest keeps the memory busy while the block waits and normalises). What would be a kernel
+// before and after is done in place: RMSNorm of the residual stream on the way in, and RoPE, SwiGLU
+// or the residual addition on the way out. Must move 2 n k bytes.
+//
+// One block on every SM and never two: an SM gets at most 1.5 times its share of the memory's
+// bandwidth, so where blocks that start early go where there is room, two to an SM, other SMs are
+// left without any and the step takes up to 30% longer (llama-2-7b at batch 1: 4,466 us instead of
+// 3,429). So a block takes most registers of an SM: 8 warps with a ring of 16 tiles, or up to 16
+// with a ring of 8 where that makes one turn of the SMs out of two.
+enum { SKINNY_WARPS = 16, SKINNY_RING = 128 };  // at most: warps; tiles of a block
+enum { SKINNY_SHARED = 9 * 1024 };              // at most: shared memory that is not asked for
 
 typedef struct {
   const half* x;        // [T, k] activations, or NULL: normalise these:
@@ -112,12 +120,14 @@ typedef struct {
 } SkinnyInput;
 
 // RMSNorm of up to 8 tokens into shared memory, [k / 32][T][32]: rows of 32 k's, as the B fragments
-// want them.
+// want them. 256 threads take 4 tokens, another 256 the next 4.
 __device__ static void norm_tokens(half* normed, const float4* weight, const SkinnyInput* in, int k,
                                    int n_tokens) {
   enum { AT_ONCE = 4 };  // loads overlap; the ring of weights leaves registers for no more
+  int teams = blockDim.x / NORM_THREADS, team = threadIdx.x / NORM_THREADS;
 #pragma unroll 1
-  for (int t0 = 0; t0 < n_tokens; t0 += AT_ONCE) {
+  for (int done = 0; done < n_tokens; done += teams * AT_ONCE) {
+    int t0 = done + team * AT_ONCE, n = team < teams && t0 < n_tokens ? k / 4 : 0;
     const float4* x[AT_ONCE];
     float sum[AT_ONCE] = {};
 #pragma unroll
@@ -126,14 +136,14 @@ __device__ static void norm_tokens(half* normed, const float4* weight, const Ski
       x[t] = (const float4*)(in->stream + (size_t)(in->row ? in->row[token] : token) * k);
     }
 #pragma unroll 2
-    for (int at = threadIdx.x; at < k / 4; at += NORM_THREADS)
+    for (int at = threadIdx.x % NORM_THREADS; at < n; at += NORM_THREADS)
 #pragma unroll
       for (int t = 0; t < AT_ONCE; t++) sum[t] += square4(x[t][at]);
+    copy_wait<0>();  // the weight; block_sums' barrier shows it to all
     block_sums<AT_ONCE>(sum);
-    copy_wait<0>();
 #pragma unroll 1
-    for (int at = threadIdx.x; at < k / 4; at += NORM_THREADS) {
-      float4 w = weight[at];  // which this thread has copied
+    for (int at = threadIdx.x % NORM_THREADS; at < n; at += NORM_THREADS) {
+      float4 w = weight[at];
       half* to = normed + (at / 8 * n_tokens + t0) * TILE_K + at % 8 * 4;
 #pragma unroll
       for (int t = 0; t < AT_ONCE; t++)
@@ -144,14 +154,14 @@ __device__ static void norm_tokens(half* normed, const float4* weight, const Ski
   }
 }
 
-template <Output MODE, bool NORM>
-__global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
+template <Output MODE, bool NORM, int RING>
+__global__ void __launch_bounds__(SKINNY_RING / RING * WARP, 1)
     matmul_skinny_kernel(void* out, QkvTarget qkv, SkinnyInput in, Matrix m, int n_tokens) {
   constexpr int STEP = BLOCK_TILES * 64;  // 16 bytes from one k tile to the next
   extern __shared__ uint4 shared[];
-  __shared__ float partial[SKINNY_WARPS][TILE_ROWS * 8];
+  __shared__ float partial[SKINNY_RING / RING][TILE_ROWS * 8];
   int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-  int k = m.k, row_tile = blockIdx.x * (SKINNY_WARPS / m.slices) + warp / m.slices,
+  int k = m.k, row_tile = (blockIdx.x * (blockDim.x / WARP) + warp) / m.slices,
       slice = warp % m.slices;
   int start = slice_start(m, slice), count = slice_start(m, slice + 1) - start;
   if (row_tile * TILE_ROWS >= m.n) count = 0;
@@ -164,7 +174,7 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
     if (i < count) a[i][1] = load_weights(wp + i * STEP + 32);
   }
   float4* norm_weight = (float4*)((half*)shared + (size_t)n_tokens * k);
-  for (int at = threadIdx.x; NORM && at < k / 4; at += NORM_THREADS)
+  for (int at = threadIdx.x; NORM && at < k / 4; at += blockDim.x)
     copy_async(norm_weight + at, (const float4*)in.weight + at, true);
   copy_commit();
   wait_for_previous();
@@ -205,21 +215,34 @@ __global__ void __launch_bounds__(SKINNY_WARPS* WARP, 2)
   store_tile<MODE>(MODE == OUT_QKV ? (void*)&qkv : out, d, row_tile * TILE_ROWS, m.n, n_tokens);
 }
 
-// Up to 8 tokens: with what comes before and after fused in.
-template <Output MODE, bool NORM>
-static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens,
-                          int layer) {
-  auto kernel = matmul_skinny_kernel<MODE, NORM>;
+template <Output MODE, bool NORM, int RING>
+static void launch_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens,
+                          int layer, int row_tiles) {
+  auto kernel = matmul_skinny_kernel<MODE, NORM, RING>;
   size_t shared = NORM ? m->k * (n_tokens * sizeof(half) + sizeof(float)) : 0;
   static bool configured;
   if (!configured)
     CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    g->device->shared_bytes - 8192));
+                                    g->device->shared_bytes - SKINNY_SHARED));
   configured = true;
   QkvTarget qkv = g->qkv;
   qkv.kv.layer = layer;
-  int blocks = ceil_div(ceil_div(m->n, TILE_ROWS), SKINNY_WARPS / m->slices);
-  launch(g, kernel, dim3(blocks), SKINNY_WARPS * WARP, shared, out, qkv, in, *m, n_tokens);
+  launch(g, kernel, dim3(ceil_div(ceil_div(m->n, TILE_ROWS), row_tiles)),
+         row_tiles * m->slices * WARP, shared, out, qkv, in, *m, n_tokens);
+}
+
+// Up to 8 tokens: with what comes before and after fused in.
+template <Output MODE, bool NORM>
+static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix* m, int n_tokens,
+                          int layer) {
+  int one_turn = ceil_div(ceil_div(m->n, TILE_ROWS), g->device->sms);  // row tiles of a block
+  int narrow = SKINNY_WARPS / 2 / m->slices, wide = SKINNY_WARPS / m->slices;
+  if (one_turn <= narrow)
+    launch_skinny<MODE, NORM, 16>(g, out, in, m, n_tokens, layer, narrow);
+  else if (one_turn <= wide)
+    launch_skinny<MODE, NORM, 8>(g, out, in, m, n_tokens, layer, one_turn);
+  else  // several turns, of blocks of which two fit
+    launch_skinny<MODE, NORM, 8>(g, out, in, m, n_tokens, layer, narrow);
 }
 
 // Rung 5: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
