@@ -98,16 +98,17 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
 // Rung 4: 1 to 8 tokens, the columns of one mma, where a step is bound by weights and by latency
 // and each token more is nearly free. A warp owns 16 rows and one slice of k; its weights stream
 // through a ring of RING tiles of 1 KB in registers, the first RING asked for before waiting for
-// the previous kernel (128 KB a block; Little's law at 4.3 TB/s and 0.8 us asks for 26 KB an SM,
-// the rest keeps the memory busy while the block waits and normalises). What would be a kernel
+// the previous kernel (64 to 128 KB a block; Little's law at 4.3 TB/s and 0.8 us asks for 26 KB an
+// SM, the rest keeps the memory busy while the block waits and normalises). What would be a kernel
 // before and after is done in place: RMSNorm of the residual stream on the way in, and RoPE, SwiGLU
 // or the residual addition on the way out. Must move 2 n k bytes.
 //
 // One block on every SM and never two: an SM gets at most 1.5 times its share of the memory's
 // bandwidth, so where blocks that start early go where there is room, two to an SM, other SMs are
 // left without any and the step takes up to 30% longer (llama-2-7b at batch 1: 4,466 us instead of
-// 3,429). So a block takes most registers of an SM: 8 warps with a ring of 16 tiles, or up to 16
-// with a ring of 8 where that makes one turn of the SMs out of two.
+// 3,429). So a block takes more than half of an SM's registers: 8 warps with a ring of 16 tiles,
+// or up to 16 with a ring of 8 where that makes one turn of the SMs out of two. Only a matrix of
+// many turns, such as the output matrix, has blocks of which two fit.
 enum { SKINNY_WARPS = 16, SKINNY_RING = 128 };  // at most: warps; tiles of a block
 enum { SKINNY_SHARED = 9 * 1024 };              // at most: shared memory that is not asked for
 
@@ -120,7 +121,7 @@ typedef struct {
 } SkinnyInput;
 
 // RMSNorm of up to 8 tokens into shared memory, [k / 32][T][32]: rows of 32 k's, as the B fragments
-// want them. 256 threads take 4 tokens, another 256 the next 4.
+// want them. 256 threads take 4 tokens at a time, another 256, if there are, the next 4.
 __device__ static void norm_tokens(half* normed, const float4* weight, const SkinnyInput* in, int k,
                                    int n_tokens) {
   enum { AT_ONCE = 4 };  // loads overlap; the ring of weights leaves registers for no more
