@@ -240,10 +240,9 @@ static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix*
   int narrow = SKINNY_WARPS / 2 / m->slices, wide = SKINNY_WARPS / m->slices;
   if (one_turn <= narrow)
     launch_skinny<MODE, NORM, 16>(g, out, in, m, n_tokens, layer, narrow);
-  else if (one_turn <= wide)
-    launch_skinny<MODE, NORM, 8>(g, out, in, m, n_tokens, layer, one_turn);
-  else  // several turns, of blocks of which two fit
-    launch_skinny<MODE, NORM, 8>(g, out, in, m, n_tokens, layer, narrow);
+  else  // in several turns small blocks, of which two fit
+    launch_skinny<MODE, NORM, 8>(g, out, in, m, n_tokens, layer,
+                                 one_turn <= wide ? one_turn : narrow);
 }
 
 // Rung 5: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
