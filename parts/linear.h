@@ -659,39 +659,88 @@ __device__ static inline void store_floats(float* out, const float d[][4], int r
         y[(size_t)(j % 2) * n + j / 2 * 8] = d[i][j];
 }
 
-// A block's 128 rows x TOKENS of logits become the best of them for each token, in one of the
-// vocabulary's pieces of 128. Through shared memory, [128][WIDTH] so that neither a warp's stores
-// nor its loads meet in a bank (but two loads at 16 tokens); SHARES threads a token.
+// Logits of tokens that are not decoded greedily become their scores, 32 tokens at a time through
+// 2.5 KB of a warp's own shared memory: a loop over it is 40 instructions long, the same for 128
+// numbers in registers (of 256 tokens) is 5,000, which takes longer to fetch than to skip.
 template <int TOKENS>
-__device__ static inline void store_best(const SampleTarget* to, float* shared, const float d[][4],
-                                         int row0, int n, int token0, int n_tokens) {
-  constexpr int WIDTH = TOKENS + 8, AT_ONCE = 8, SHARES = BLOCK_TILES * WARP / TOKENS;
-  int lane = threadIdx.x % WARP, token = threadIdx.x % TOKENS, r = token0 + token;
-  float* mine = shared + (threadIdx.x / WARP * TILE_ROWS + lane / 4) * WIDTH + lane % 4 * 2;
-  Candidate c = {0, -INFINITY}, *found = (Candidate*)(shared + BLOCK_ROWS * WIDTH);
-  Draw draw = {false, 0, 0};
-  if (r < n_tokens) draw = row_draw(to, r);
-  sync_multipliers();  // all have used the last stages
+__device__ static inline void draw_scores(float* scratch, const Draw* draw, float d[][4],
+                                          int row0) {
+  constexpr int AT_ONCE = TOKENS < 32 ? TOKENS : 32, WIDTH = AT_ONCE + 8;  // no bank conflicts
+  int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  float* mine = scratch + warp * TILE_ROWS * WIDTH + lane / 4 * WIDTH + lane % 4 * 2;
 #pragma unroll
-  for (int i = 0; i < TOKENS / 8; i++)
-    for (int j = 0; j < 2; j++)
-      *(float2*)(mine + j * 8 * WIDTH + i * 8) = make_float2(d[i][j * 2], d[i][j * 2 + 1]);
-  sync_multipliers();
-  for (int i = threadIdx.x / TOKENS; i < BLOCK_ROWS && draw.wanted; i += AT_ONCE * SHARES) {
-    float logit[AT_ONCE];
+  for (int t0 = 0; t0 < TOKENS; t0 += AT_ONCE) {
 #pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) logit[j] = shared[(i + j * SHARES) * WIDTH + token];
-#pragma unroll
-    for (int j = 0; j < AT_ONCE; j++) {
-      int v = row0 + i + j * SHARES;
-      if (v < n) c = better(c, candidate(draw, logit[j], v));
+    for (int i = 0; i < AT_ONCE / 2; i++)
+      mine[i % 4 / 2 * 8 * WIDTH + i / 4 * 8 + i % 2] = d[t0 / 8 + i / 4][i % 4];
+    __syncwarp();
+#pragma unroll 1
+    for (int i = lane; i < TILE_ROWS * AT_ONCE; i += WARP) {
+      float* logit = scratch + (warp * TILE_ROWS + i / AT_ONCE) * WIDTH + i % AT_ONCE;
+      *logit = candidate(draw[t0 + i % AT_ONCE], *logit, row0 + i / AT_ONCE).score;
     }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < AT_ONCE / 2; i++)
+      d[t0 / 8 + i / 4][i % 4] = mine[i % 4 / 2 * 8 * WIDTH + i / 4 * 8 + i % 2];
+    __syncwarp();
   }
-  found[threadIdx.x] = c;
+}
+
+// Of 2 SHARE candidates this lane and the one `offset` away keep SHARE each, the better of theirs;
+// where there is only one to share, both keep it.
+template <int SHARE>
+__device__ static inline void halve(Candidate* c, int offset, int* first) {
+  bool upper = SHARE && threadIdx.x & offset;
+  if (upper) *first += SHARE;
+#pragma unroll
+  for (int i = 0; i < (SHARE ? SHARE : 1); i++) {
+    Candidate low = c[i], high = c[i + SHARE], keep, give;
+    keep.token = upper ? high.token : low.token;
+    keep.score = upper ? high.score : low.score;
+    give.token = __shfl_xor_sync(~0u, upper ? low.token : high.token, offset);
+    give.score = __shfl_xor_sync(~0u, upper ? low.score : high.score, offset);
+    c[i] = better(keep, give);
+  }
+}
+
+// A block's 128 rows x TOKENS of logits become the best of them for each token, in one of the
+// vocabulary's pieces of 128. A lane has 2 rows of TOKENS / 4 tokens; the 8 lanes that have the
+// same tokens halve them among themselves, each time with the lane `offset` away, until each has
+// the best of the warp's 16 rows for a share of them. Then the warps meet in shared memory.
+template <int TOKENS>
+__device__ static inline void store_best(const SampleTarget* to, uint4* shared, const Draw* draw,
+                                         float d[][4], int row0, int n, int token0, int n_tokens) {
+  int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP,
+      row = row0 + warp * TILE_ROWS + lane / 4;
+  int first = 0;       // of the lane's share
+  bool drawn = false;  // any token
+  Candidate c[TOKENS / 4], *found = (Candidate*)shared;
+  sync_multipliers();  // all have used the last stages, and stored their draws
+  for (int i = lane; i < TOKENS; i += WARP) drawn |= draw[i].temperature > 0;
+  if (__any_sync(~0u, drawn)) draw_scores<TOKENS>((float*)shared, draw, d, row0 + warp * TILE_ROWS);
+#pragma unroll
+  for (int i = 0; i < TOKENS / 4; i++) {
+    float high = d[i / 2][i % 2], low = d[i / 2][i % 2 + 2];
+    bool second = row + 8 < n && low > high;
+    c[i] = {second ? row + 8 : row, row < n ? (second ? low : high) : -INFINITY};
+  }
+  halve<TOKENS / 8>(c, 16, &first);
+  halve<TOKENS / 16>(c, 8, &first);
+  halve<TOKENS / 32>(c, 4, &first);
+  sync_multipliers();  // draw_scores is done with shared memory
+#pragma unroll
+  for (int i = 0; i < (TOKENS + 31) / 32; i++) {
+    int at = first + i;
+    if (TOKENS >= 32 || !(lane & 4))  // of 16 tokens two lanes have the same one
+      found[warp * TOKENS + at / 2 * 8 + lane % 4 * 2 + at % 2] = c[i];
+  }
   sync_multipliers();
-  if (threadIdx.x >= TOKENS || !draw.wanted || row0 >= n) return;
-  for (int i = 1; i < SHARES; i++) c = better(c, found[token + i * TOKENS]);
-  to->best[(size_t)r * ((n + BLOCK_ROWS - 1) / BLOCK_ROWS) + blockIdx.y] = c;
+  int token = threadIdx.x, r = token0 + token;
+  if (token >= TOKENS || r >= n_tokens || !draw[token].wanted || row0 >= n) return;
+  Candidate best = found[token];
+  for (int w = 1; w < BLOCK_TILES; w++) best = better(best, found[w * TOKENS + token]);
+  to->best[(size_t)r * ((n + BLOCK_ROWS - 1) / BLOCK_ROWS) + blockIdx.y] = best;
 }
 
 // A slice's sums d are complete. second: of its pair.
@@ -714,6 +763,7 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS, SLICED)) * W
   constexpr int NT = TOKENS / 8, GROUP = token_group(TOKENS);
   extern __shared__ uint4 shared[];
   __shared__ uint64_t full[STAGES], empty[STAGES];
+  __shared__ Draw draw[MODE == OUT_BEST ? TOKENS : 1];
   int token0 = blockIdx.x * TOKENS, row_tile0 = blockIdx.y * BLOCK_TILES, group = m.k / 8 * GROUP;
   int slices = m.slices / gridDim.z, slice = blockIdx.z * slices, warp = threadIdx.x / WARP;
   KWalk use = {slice_start(m, slice), slice_start(m, slice + 1), slice, slice + slices - 1, 0, 0};
@@ -730,6 +780,11 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS, SLICED)) * W
       empty};
   if (ring_fill<TOKENS, STAGES, SLICED>(&ring)) return;
   wait_for_previous();
+  if (MODE == OUT_BEST && threadIdx.x < TOKENS) {
+    Draw none = {false, 0, 0};
+    int r = token0 + threadIdx.x;
+    draw[threadIdx.x] = r < n_tokens ? row_draw(&sample, r) : none;
+  }
   float d[NT][4] = {}, pair[SLICED ? NT : 1][4] = {}, total[SLICED ? NT : 1][4] = {};
   const int lane_at = warp * 64 + threadIdx.x % WARP, SECOND = BLOCK_TILES * 64;
   int used = -1;  // the slot whose products may be the last under way
@@ -764,9 +819,7 @@ __global__ void __launch_bounds__((BLOCK_TILES + fill_warps(TOKENS, SLICED)) * W
     store_swiglu<TOKENS>((half*)out + (size_t)token0 * (m.n / 2), shared, d, row_tile0 * TILE_ROWS,
                          m.n, n_tokens - token0);
   } else if constexpr (MODE == OUT_BEST) {
-    static_assert(BLOCK_ROWS * (TOKENS + 8) * 4 + BLOCK_TILES * WARP * sizeof(Candidate) <=
-                  STAGES * stage_size(TOKENS) * 16);
-    store_best<TOKENS>(&sample, (float*)shared, d, row_tile0 * TILE_ROWS, m.n, token0, n_tokens);
+    store_best<TOKENS>(&sample, shared, draw, d, row_tile0 * TILE_ROWS, m.n, token0, n_tokens);
   } else {
     size_t first = ((size_t)blockIdx.z * n_tokens + token0) * m.n;
     store_floats<TOKENS>((float*)out + first, SLICED ? total : d, (row_tile0 + warp) * TILE_ROWS,
