@@ -133,21 +133,29 @@ __device__ static inline uint32_t transpose(half2 two) {
   return r;
 }
 
-// A query's 64 scores become weights exp2(scale (score - max)); max (scaled) and sum over all 64.
-// This lane has 8 of them, column j of s: keys 16 n and 16 n + 2 after its first one. Those beyond
-// `last`, counted from that first key too, are masked: all if it is negative.
+// Scores of keys beyond each query's position become -inf. This lane has 8 scores of each of its
+// two queries of a tile, columns j of s: keys 16 n and 16 n + 2 after `first`.
+template <int TILES>
+__device__ static inline void mask_chunk(float s[TILES][PAGES][4], const int query_pos[TILES][2],
+                                         int first) {
+#pragma unroll
+  for (int i = 0; i < TILES * 2; i++) {
+    int last = query_pos[i / 2][i % 2] - first;  // counted from `first` too
+#pragma unroll
+    for (int n = 0; n < PAGES * 2; n++)
+      if (n / 2 * KV_BLOCK + n % 2 * 2 > last) s[i / 2][n / 2][n % 2 * 2 + i % 2] = -INFINITY;
+  }
+}
+
+// A query's 64 scores, column j of s, become weights exp2(scale (score - max)); max (scaled) and
+// sum over all 64.
 template <bool SCALED>
-__device__ static inline void softmax_chunk(float s[PAGES][4], int j, int last, float scale,
-                                            const float2* k_scale, const float2* v_scale,
-                                            float* max, float* sum) {
+__device__ static inline void softmax_chunk(float s[PAGES][4], int j, float scale,
+                                            const float2* v_scale, float* max, float* sum) {
   float most = -INFINITY, all = 0;
 #pragma unroll
-  for (int n = 0; n < PAGES * 2; n++) {  // two keys of each page
-    float* score = &s[n / 2][n % 2 * 2 + j];
-    if (SCALED) *score *= n % 2 ? k_scale[n / 2].y : k_scale[n / 2].x;
-    if (n / 2 * KV_BLOCK + n % 2 * 2 > last) *score = -INFINITY;
-    most = fmaxf(most, *score);
-  }
+  for (int n = 0; n < PAGES * 2; n++)  // two keys of each page
+    most = fmaxf(most, s[n / 2][n % 2 * 2 + j]);
 #pragma unroll
   for (int offset = 4; offset < WARP; offset *= 2)
     most = fmaxf(most, __shfl_xor_sync(~0u, most, offset));
@@ -185,6 +193,50 @@ __device__ static inline void load_values(const Pages<K, N>* pages,
   }
 }
 
+// scores^T[keys, queries] of a chunk: s = k . q^T.
+template <int K, typename N, int TILES>
+__device__ static inline void multiply_keys(float s[TILES][PAGES][4], const N* const page[PAGES],
+                                            const float2 k_scale[PAGES],
+                                            const uint4 q[TILES][key_width(K) / 32]) {
+#pragma unroll
+  for (int c = 0; c < key_width(K) / 16; c++)
+#pragma unroll
+    for (int p = 0; p < PAGES; p++) {  // innermost: an mma need not wait for the one before it
+      uint4 a = load_key(page[p], c / 2, c % 2);
+#pragma unroll
+      for (int i = 0; i < TILES; i++) {
+        uint4 b = q[i][c / 2];
+        mma(s[i][p], a, c % 2 ? b.z : b.x, c % 2 ? b.w : b.y);
+      }
+    }
+#pragma unroll
+  for (int i = 0; i < TILES * PAGES * 4 && sizeof(N) == 1; i++)
+    s[i / 4 / PAGES][i / 4 % PAGES][i % 4] *=
+        i % 4 / 2 ? k_scale[i / 4 % PAGES].y : k_scale[i / 4 % PAGES].x;
+}
+
+// softmax_chunk for all of a lane's queries.
+template <int K, typename N, int TILES>
+__device__ static inline void soften(float s[TILES][PAGES][4], const float2* v_scale,
+                                     float max[TILES][2], float sum[TILES][2]) {
+  const float scale = 1.44269504f * rsqrtf((float)K);  // scores in powers of two
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+      softmax_chunk<sizeof(N) == 1>(s[i], j, scale, v_scale, &max[i][j], &sum[i][j]);
+}
+
+// The B operand for a page's values: p^T of its rows 0 to 7 and 8 to 15.
+template <int TILES>
+__device__ static inline void transpose_weights(uint32_t weight[TILES][2],
+                                                const float s[TILES][PAGES][4], int p) {
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+    for (int h = 0; h < 2; h++)
+      weight[i][h] = transpose(__floats2half2_rn(s[i][p][h * 2], s[i][p][h * 2 + 1]));
+}
+
 // One warp: TILES x 8 queries against 64 keys from key0. Both products are transposed:
 // scores^T[keys, queries] = k . q^T and out^T[K, queries] = v^T . p^T. The cache's numbers are the
 // 16 rows of an mma, loaded as they lie in the pages; queries are its 8 columns. A decode step has
@@ -210,32 +262,14 @@ __device__ static void attend_chunk(const Pages<K, N>* pages, int key0,
     k_scale[p] = load_scales(page[p], key_width(K));
   }
   if constexpr (EARLY) load_values<K>(pages, v, v_scale);
-#pragma unroll
-  for (int c = 0; c < key_width(K) / 16; c++)
-#pragma unroll
-    for (int p = 0; p < PAGES; p++) {  // innermost: an mma need not wait for the one before it
-      uint4 a = load_key(page[p], c / 2, c % 2);
-#pragma unroll
-      for (int i = 0; i < TILES; i++) {
-        uint4 b = q[i][c / 2];
-        mma(s[i][p], a, c % 2 ? b.z : b.x, c % 2 ? b.w : b.y);
-      }
-    }
+  multiply_keys<K, N, TILES>(s, page, k_scale, q);
   if constexpr (!EARLY) load_values<K>(pages, v, v_scale);
-  const float scale = 1.44269504f * rsqrtf((float)K);  // scores in powers of two
-#pragma unroll
-  for (int i = 0; i < TILES; i++)
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-      softmax_chunk<sizeof(N) == 1>(s[i], j, query_pos[i][j] - first, scale, k_scale, v_scale,
-                                    &max[i][j], &sum[i][j]);
+  mask_chunk<TILES>(s, query_pos, first);
+  soften<K, N, TILES>(s, v_scale, max, sum);
 #pragma unroll
   for (int p = 0; p < PAGES; p++) {
-    uint32_t weight[TILES][2];  // p^T of the page's rows 0 to 7 and 8 to 15
-#pragma unroll
-    for (int i = 0; i < TILES; i++)
-      for (int h = 0; h < 2; h++)
-        weight[i][h] = transpose(__floats2half2_rn(s[i][p][h * 2], s[i][p][h * 2 + 1]));
+    uint32_t weight[TILES][2];
+    transpose_weights<TILES>(weight, s, p);
 #pragma unroll
     for (int c = 0; c < K / 16; c++) {
       uint4 a = widen(v[p][c]);
@@ -293,6 +327,22 @@ __device__ static inline void load_queries(uint4 fragment[TILES][key_width(K) / 
   }
 }
 
+// What a block (or warp) of attention has to do: some of the heads of a run that share a kv head.
+typedef struct {
+  int first, length, slot, pos0;  // the run: first token, tokens, slot, first position
+  int g, head0, heads, rows;      // kv head; first head, heads; queries
+  int last_key;
+} RunPart;
+
+// y: which kv head, and which of its heads if they are more than ROWS.
+template <int ROWS>
+__device__ static inline RunPart find_part(const DeviceKV* kv, int4 r, int y) {
+  int group = kv->heads / kv->kv_heads, parts = (group + ROWS - 1) / ROWS;
+  int g = y / parts, head0 = g * group + y % parts * ROWS;
+  int heads = min(ROWS, (g + 1) * group - head0);
+  return {r.x, r.y, r.z, r.w, g, head0, heads, heads * r.y, r.w + r.y - 1};
+}
+
 // The partial result of one split of one row: SHARE threads hold N outputs each.
 template <int N, int SHARE>
 __device__ static inline void store_partial(float* to, const Softmax<N>* s, int lane0) {
@@ -334,25 +384,21 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
   __shared__ half q_shared[sizeof(N) == 1 ? 1 : ROWS * KD];
   const bool shared = gridDim.z > 1;
   const DeviceKV kv = to.kv;
-  int4 run = to.batch.run[blockIdx.x];
-  int first = run.x, length = run.y, slot = run.z, pos0 = run.w;
-  int group = kv.heads / kv.kv_heads, parts = (group + ROWS - 1) / ROWS;
-  int g = blockIdx.y / parts, head0 = g * group + blockIdx.y % parts * ROWS;
-  int heads = min(ROWS, (g + 1) * group - head0), rows = heads * length;
-  int last_key = pos0 + length - 1, n_splits = last_key / SPLIT + 1;
+  const RunPart w = find_part<ROWS>(&kv, to.batch.run[blockIdx.x], blockIdx.y);
+  const int slot = w.slot, rows = w.rows, last_key = w.last_key, n_splits = last_key / SPLIT + 1;
   int split = n_splits * blockIdx.z / gridDim.z, end = n_splits * (blockIdx.z + 1) / gridDim.z;
   int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP, query_pos[TILES][2];
   int key0 = split * SPLIT + warp * CHUNK;
-  Pages<K, N> pages(&to, max(slot, 0), g, max(last_key, 0));
+  Pages<K, N> pages(&to, max(slot, 0), w.g, max(last_key, 0));
   pages.look_up(key0);
   if (slot >= 0 && split < end) prefetch_chunk(&pages, key0);
   wait_for_previous();
   if (slot < 0 || split >= end) return;
-  const half* q = to.q + ((size_t)first * kv.heads + head0) * KD;
+  const half* q = to.q + ((size_t)w.first * kv.heads + w.head0) * KD;
   if (sizeof(N) > 1 && qkv.parts > 0) {  // fp8: rope_fp8_kernel has done it
     q = q_shared;  // which store_qkv will meet where it looks for this token and head:
-    to.q = q_shared - ((size_t)first * kv.heads + head0) * KD;
-    rotate_and_store<K>(&to, qkv, first, head0, heads, g, end == n_splits);
+    to.q = q_shared - ((size_t)w.first * kv.heads + w.head0) * KD;
+    rotate_and_store<K>(&to, qkv, w.first, w.head0, w.heads, w.g, end == n_splits);
   }
   uint4 fragment[TILES][KD / 32];
   int row = threadIdx.x / SHARE, lane0 = threadIdx.x % SHARE;
@@ -365,7 +411,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
       max[i / 2][i % 2] = -INFINITY;
       sum[i / 2][i % 2] = 0;
     }
-    load_queries<K, TILES>(fragment, query_pos, q, kv.heads, heads, rows, pos0);
+    load_queries<K, TILES>(fragment, query_pos, q, kv.heads, w.heads, rows, w.pos0);
     if (key0 <= last_key) attend_chunk<K, N, TILES>(&pages, key0, query_pos, fragment, max, sum, o);
     key0 += SPLIT;
     pages.look_up(key0);
@@ -400,11 +446,231 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
     }
   }
   if (row >= rows) return;
-  int token = first + row / heads, head = head0 + row % heads;
+  int token = w.first + row / w.heads, head = w.head0 + row % w.heads;
   float scale = 1 / total.sum;
   for (int i = 0; i < OWN; i++)
     out[activation_index(token, head * K + lane0 + i * SHARE, kv.heads * K, out_group)] =
         __float2half(total.out[i] * scale);
+}
+
+// ---- The same where there are many runs, as in a prompt: a warp takes a run by itself. Runs of
+// one prompt read the same keys from 0 on, so a block's warps share them in the L1 cache, which a
+// block per run would read once more from L2 for each run.
+
+// Warps of a block, each with a run of its own. They wait for each other every IN_STEP keys: CHUNK,
+// SPLIT, or 0 for never.
+enum { RUN_WARPS = 4, IN_STEP = 0 };
+
+// Warps for which an SM has registers.
+__host__ __device__ constexpr int warps_at_once(int head_dim) {
+  return head_dim <= 64 ? 12 : 8;
+}
+
+// A softmax as attend_chunk leaves it: a lane has two columns of each tile, and of each the
+// dimensions c * 16 + lane / 4 (out[.][c][0 and 1]) and 8 more than that (2 and 3).
+template <int K, int TILES>
+struct LaneSoftmax {
+  float max[TILES][2], sum[TILES][2], out[TILES][K / 16][4];
+};
+
+// What merge scales a and b with, without its branch: 1 and -0 leave a as it is, to the sign of a
+// zero, since all of a masked b is +0.
+struct Scales {
+  float a[2], b[2];  // of a lane's two columns
+};
+__device__ static inline Scales merge_scales(float max[2], float sum[2], const float b_max[2],
+                                             const float b_sum[2]) {
+  Scales s;
+#pragma unroll
+  for (int j = 0; j < 2; j++) {
+    float top = fmaxf(max[j], b_max[j]);
+    bool none = b_max[j] == -INFINITY;
+    s.a[j] = none ? 1 : exp2_fast(max[j] - top);
+    s.b[j] = none ? -0.0f : exp2_fast(b_max[j] - top);
+    max[j] = top;
+    sum[j] = fmaf(b_sum[j], s.b[j], sum[j] * s.a[j]);
+  }
+  return s;
+}
+
+// What a block keeps in shared memory because it is seldom needed and would cost registers. A
+// thread's 4 numbers lie next to those of the next thread: no banks conflict.
+template <int K, int TILES>
+struct Kept {
+  float4 total[TILES][K / 16][RUN_WARPS * WARP];  // of a LaneSoftmax: out,
+  float4 state[TILES][RUN_WARPS * WARP];          // max of both columns, sum of both
+  int query_pos[TILES][2][RUN_WARPS * WARP];
+  RunPart part[RUN_WARPS];
+};
+
+// attend_chunk, its result merged into `split` as it comes: 16 dimensions at a time, whose values
+// and outputs are all that need registers at once. Looks up the pages of the next chunk.
+template <int K, typename N, int TILES>
+__device__ static inline void attend_and_merge(LaneSoftmax<K, TILES>* split, Pages<K, N>* pages,
+                                               const Kept<K, TILES>* kept, int key0,
+                                               const int* tables, int max_blocks,
+                                               const uint4 q[TILES][key_width(K) / 32]) {
+  typedef typename Eight<N>::type Values;
+  int first = key0 + key_of_row(threadIdx.x % WARP / 4);
+  float s[TILES][PAGES][4] = {}, max[TILES][2], sum[TILES][2];
+  float2 k_scale[PAGES], v_scale[PAGES];
+  const N* page[PAGES];
+#pragma unroll
+  for (int p = 0; p < PAGES; p++) {
+    page[p] = pages->keys(p);
+    k_scale[p] = load_scales(page[p], key_width(K));
+  }
+  multiply_keys<K, N, TILES>(s, page, k_scale, q);
+#pragma unroll
+  for (int p = 0; p < PAGES; p++) v_scale[p] = load_scales(pages->values(p), K);
+  const volatile RunPart* part = &kept->part[threadIdx.x / WARP];  // registers are for other things
+  if (key0 + CHUNK > part->pos0 + 1) {                             // not all queries see all keys
+    int query_pos[TILES][2];
+    for (int i = 0; i < TILES * 2; i++)
+      query_pos[i / 2][i % 2] = kept->query_pos[i / 2][i % 2][threadIdx.x];
+    mask_chunk<TILES>(s, query_pos, first);
+  }
+  soften<K, N, TILES>(s, v_scale, max, sum);
+#pragma unroll
+  for (int p = 0; p < PAGES; p++) page[p] = pages->values(p);
+  pages->table = tables + part->slot * max_blocks;
+  pages->last_page = part->last_key / KV_BLOCK;
+  pages->look_up(key0 + CHUNK);
+  uint32_t weight[PAGES][TILES][2];
+  Scales scales[TILES];
+#pragma unroll
+  for (int p = 0; p < PAGES; p++) transpose_weights<TILES>(weight[p], s, p);
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+    scales[i] = merge_scales(split->max[i], split->sum[i], max[i], sum[i]);
+#pragma unroll
+  for (int i = 0; i < TILES; i++)
+    for (int e = 0; e < K / 4; e++) split->out[i][e / 4][e % 4] *= scales[i].a[e % 2];
+#pragma unroll
+  for (int c = 0; c < K / 16; c++) {
+    float o[TILES][4] = {};
+#pragma unroll
+    for (int p = 0; p < PAGES; p++) {
+      uint4 a = widen(((const Values*)page[p])[c * WARP + threadIdx.x % WARP]);
+#pragma unroll
+      for (int i = 0; i < TILES; i++) mma(o[i], a, weight[p][i][0], weight[p][i][1]);
+    }
+#pragma unroll
+    for (int i = 0; i < TILES; i++)
+      for (int e = 0; e < 4; e++)
+        split->out[i][c][e] = fmaf(o[i][e], scales[i].b[e % 2], split->out[i][c][e]);
+  }
+}
+
+// total += split, whose keys come after it.
+template <int K, int TILES>
+__device__ static inline void merge_split(Kept<K, TILES>* kept,
+                                          const LaneSoftmax<K, TILES>* split) {
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    float4* state = &kept->state[i][threadIdx.x];
+    float max[2] = {state->x, state->y}, sum[2] = {state->z, state->w};
+    Scales scales = merge_scales(max, sum, split->max[i], split->sum[i]);
+    *state = make_float4(max[0], max[1], sum[0], sum[1]);
+#pragma unroll
+    for (int c = 0; c < K / 16; c++) {
+      float4* total = &kept->total[i][c][threadIdx.x];
+      const float* out = split->out[i][c];
+      *total = make_float4(fmaf(out[0], scales.b[0], total->x * scales.a[0]),
+                           fmaf(out[1], scales.b[1], total->y * scales.a[1]),
+                           fmaf(out[2], scales.b[0], total->z * scales.a[0]),
+                           fmaf(out[3], scales.b[1], total->w * scales.a[1]));
+    }
+  }
+}
+
+// Writes a warp's results. Lanes g and g ^ 1 (lane = 4 g + t) have neighbouring dimensions: each
+// gives the other one of its two of every 16, so that both write pairs.
+template <int K, int TILES>
+__device__ static inline void store_results(half* out, const Kept<K, TILES>* kept, int all_heads,
+                                            int group) {
+  int lane = threadIdx.x % WARP, upper = lane / 4 % 2,
+      step = activation_index(0, 32, all_heads * K, group),
+      half_step = activation_index(0, 16, all_heads * K, group);  // from a dimension to a later one
+  const RunPart r = kept->part[threadIdx.x / WARP];
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    float4 state = kept->state[i][threadIdx.x];
+    for (int j = 0; j < 2; j++) {
+      int row = i * 8 + lane % 4 * 2 + j;
+      int token = r.first + row / r.heads, head = r.head0 + row % r.heads;
+      half* to = out + activation_index(token, upper * 8 + lane / 8 * 2, all_heads * K, group);
+      float scale = 1 / (j ? state.w : state.z);
+#pragma unroll
+      for (int c = 0; c < K / 16; c++) {
+        float4 o = kept->total[i][c][threadIdx.x];
+        half2 two = __floats2half2_rn((j ? o.y : o.x) * scale, (j ? o.w : o.z) * scale);
+        half2 other = __shfl_xor_sync(~0u, two, 4);
+        two = upper ? __highs2half2(other, two) : __lows2half2(two, other);
+        unsigned sixteen = head * (K / 16) + c;
+        if (row < r.rows) *(half2*)(to + (sixteen / 2 * step + sixteen % 2 * half_step)) = two;
+      }
+    }
+  }
+}
+
+// Nothing merged yet.
+template <int K, int TILES>
+__device__ static inline void clear(LaneSoftmax<K, TILES>* s) {
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    for (int j = 0; j < 2; j++) {
+      s->max[i][j] = -INFINITY;
+      s->sum[i][j] = 0;
+    }
+    for (int e = 0; e < K / 4; e++) s->out[i][e / 4][e % 4] = 0;
+  }
+}
+
+// out[T, H, K] as attention_kernel computes it, to the bit: the same chunks are merged in the same
+// order. A warp takes one run, the heads that share a kv head (at most TILES x 8 queries), and
+// every key of theirs; a block's warps take neighbours in the list. Must read the cache of a slot
+// once per RUN_WARPS runs of its tokens. The last runs of a prompt have most keys, so they go
+// first: short ones fill the SMs at the end. Twin: attend.
+template <int K, typename N, int TILES>
+__global__ void __launch_bounds__(RUN_WARPS* WARP, warps_at_once(K) / RUN_WARPS)
+    attention_runs_kernel(half* out, QkvTarget to, int runs, int out_group) {
+  extern __shared__ float4 kept_memory[];
+  Kept<K, TILES>* kept = (Kept<K, TILES>*)kept_memory;
+  int mine = (gridDim.x - 1 - blockIdx.x) * RUN_WARPS + threadIdx.x / WARP;
+  RunPart r = find_part<TILES * 8>(&to.kv, to.batch.run[min(mine, runs - 1)], blockIdx.y);
+  if (mine >= runs || r.slot < 0) r.last_key = -1, r.rows = 0;  // nothing to do
+  Pages<K, N> pages(&to, max(r.slot, 0), r.g, max(r.last_key, 0));
+  pages.look_up(0);
+  if (r.rows > 0) prefetch_chunk(&pages, 0);
+  kept->part[threadIdx.x / WARP] = r;
+  wait_for_previous();
+  r = kept->part[threadIdx.x / WARP];
+  int query_pos[TILES][2];
+  uint4 q[TILES][key_width(K) / 32];
+  LaneSoftmax<K, TILES> split;
+  load_queries<K, TILES>(q, query_pos,
+                         to.q + ((size_t)r.first * to.kv.heads + r.head0) * key_width(K),
+                         to.kv.heads, r.heads, r.rows, r.pos0);
+#pragma unroll
+  for (int i = 0; i < TILES; i++) {
+    for (int j = 0; j < 2; j++) kept->query_pos[i][j][threadIdx.x] = query_pos[i][j];
+    for (int c = 0; c < K / 16; c++) kept->total[i][c][threadIdx.x] = make_float4(0, 0, 0, 0);
+    kept->state[i][threadIdx.x] = make_float4(-INFINITY, -INFINITY, 0, 0);
+  }
+  for (int key0 = 0; IN_STEP ? __syncthreads_or(key0 <= r.last_key) : key0 <= r.last_key;) {
+    clear(&split);
+    do {
+      if (!IN_STEP || key0 <= r.last_key)
+        attend_and_merge<K, N, TILES>(&split, &pages, kept, key0, to.batch.table, to.kv.max_blocks,
+                                      q);
+      key0 += CHUNK;
+      if (IN_STEP == CHUNK) __syncthreads();
+    } while (key0 % SPLIT != 0 && (IN_STEP || key0 <= r.last_key));
+    merge_split(kept, &split);
+  }
+  __syncwarp();
+  store_results(out, kept, to.kv.heads, out_group);
 }
 
 // Blocks that a run needs: each takes one kv head, and at most 16 of the heads that share it.
@@ -426,11 +692,41 @@ static int attention_shares(const Device* d, const QkvTarget* to, int runs, int 
   return best;
 }
 
+// Whether a warp per run and kv head fills the GPU's registers, so that none needs help. Runs of
+// one token may be a decode step's, which have no keys in common: only if they fill them twice.
+static bool run_per_warp(const Device* d, const QkvTarget* to, int n_tokens, int runs) {
+  int at_once = d->sms * warps_at_once(to->head_dim);
+  return runs * run_blocks(&to->kv) >= (runs < n_tokens ? at_once : 2 * at_once);
+}
+
+template <int K, typename N, int TILES>
+static void launch_attention_runs(const Gpu* g, int n_tokens, int runs, const QkvTarget* to) {
+  constexpr int shared = sizeof(Kept<K, TILES>);
+  auto kernel = attention_runs_kernel<K, N, TILES>;
+  static bool configured;  // more than 48 KB of shared memory must be asked for, once
+  if (!configured)
+    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+  configured = true;
+  launch(g, kernel, dim3(ceil_div(runs, RUN_WARPS), run_blocks(&to->kv)), RUN_WARPS * WARP, shared,
+         g->att, *to, runs, activation_group(g, n_tokens));
+}
+
 template <int K>
 static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
                              Unsummed qkv) {
   int shares = attention_shares(g->device, &to, runs, splits);
   bool small = runs == n_tokens && to.kv.heads <= 8 * to.kv.kv_heads;  // at most 8 queries a run
+  const char* force = getenv("BS_WARP");
+  bool per_warp = shares == 1 && qkv.parts == 0 &&
+                  (force ? atoi(force) : run_per_warp(g->device, &to, n_tokens, runs));
+  if (per_warp) {
+    auto run = g->fp8_kv
+                   ? small ? launch_attention_runs<K, fp8, 1> : launch_attention_runs<K, fp8, 2>
+               : small ? launch_attention_runs<K, half, 1>
+                       : launch_attention_runs<K, half, 2>;
+    run(g, n_tokens, runs, &to);
+    return;
+  }
   auto kernel = g->fp8_kv ? small ? attention_kernel<K, fp8, 1> : attention_kernel<K, fp8, 2>
                 : small ? attention_kernel<K, half, 1>
                           : attention_kernel<K, half, 2>;

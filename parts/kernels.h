@@ -7,7 +7,7 @@
 //   norm, RoPE, logits  what happens between linear layers and after them
 //   linear.h            linear layers, a ladder of five rungs: naive, gemv, reuse, skinny (1 to 8
 //                       tokens), tile
-//   attention.h         one kernel for decode and prefill, over the paged cache
+//   attention.h         over the paged cache: a block per run of tokens; a warp, if there are many
 //   gpu.h               sampling, loading, ceilings; one step as launches, recorded as a graph
 //
 // A kernel is followed by the function that launches it.
