@@ -385,6 +385,39 @@ static void run_prompt(Runner* r, int slot, const int* ids, int n, int chunk, fl
   blocks_release(&r->e.blocks, slot);
 }
 
+// attention_runs_kernel gives the bits of attention_kernel, over either cache. The former takes
+// what fills the GPU, here one that claims to have a single multiprocessor; the latter chunks of 7.
+static void test_warp_per_run(const Model* m, const int* ids, int n) {
+  static const int chunks[] = {290, 200, 64};
+  int sms = gpu.sms, vocab = m->config.vocab_size;
+  float* want = (float*)xcalloc((size_t)n * vocab, 4);
+  float* got = (float*)xcalloc((size_t)n * vocab, 4);
+  for (int fp8_kv = 0; fp8_kv < 2; fp8_kv++) {
+    Runner r;
+    gpu.fp8_kv = fp8_kv;
+    open_runner(&r, &gpu, m, MATMUL_MMA, n, 300, 320);
+    run_prompt(&r, 5, ids, n, 7, want);
+    close_runner(&r, &gpu);
+    gpu.sms = 1;
+    open_runner(&r, &gpu, m, MATMUL_MMA, n, 300, 320);
+    for (int i = 0; i < 3; i++) {
+      int T = chunks[i] < n ? chunks[i] : n, heads = m->config.n_heads / m->config.n_kv_heads;
+      int runs = ceil_div(T, heads < TILE_ROWS ? TILE_ROWS / heads : 1);
+      bool reached = run_per_warp(&gpu, &r.e.gpu->qkv, T, runs);
+      CHECK(reached, "%s: chunks of %d are too few runs to test", m->config.name, T);
+      run_prompt(&r, i, ids, n, T, got);
+      CHECK(memcmp(got, want, (size_t)n * vocab * 4) == 0,
+            "%s, %s cache: a warp per run gives other bits, chunks of %d", m->config.name,
+            fp8_kv ? "fp8" : "fp16", T);
+    }
+    close_runner(&r, &gpu);
+    gpu.sms = sms;
+  }
+  gpu.fp8_kv = false;
+  free(want);
+  free(got);
+}
+
 static void test_model(const char* name, int dim, int heads, int kv_heads, int head_dim, int hidden,
                        int vocab, bool tied) {
   Config c;
@@ -430,6 +463,7 @@ static void test_model(const char* name, int dim, int heads, int kv_heads, int h
           "%s on the CPU: chunks of %d give other bits than one chunk", name, chunks[i]);
   }
   close_runner(&on_gpu, &gpu);
+  test_warp_per_run(&m, ids, N);
   for (int rung = MATMUL_NAIVE; rung < MATMUL_MMA; rung++) {
     open_runner(&naive, &gpu, &m, (Matmul)rung, N, 300, 320);
     run_prompt(&naive, 0, ids, N, N, other);
@@ -765,6 +799,11 @@ int main(int argc, char** argv) {
     if (tiny) test_answers(&gpu);
   }
   gpu.fp8_kv = false;
+  int sms = gpu.sms;
+  gpu.sms = 1;  // a warp per run in prompts and decode steps, whose blocks meet several slots
+  test_identity("smollm2-135m", &gpu, batches + 3, 3, 24);
+  test_identity(many_queries.name, &gpu, batches + 3, 3, 24);
+  gpu.sms = sms;
 #ifndef NO_GOLDEN
   if (!getenv("NO_TINY")) test_golden(&gpu, 2e-2, true);
   test_variants(&gpu, 2e-2);  // of a standard deviation: activations are fp16 here
