@@ -462,8 +462,8 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
 enum { RUN_WARPS = 4, IN_STEP = 0 };
 
 // Warps for which an SM has registers.
-__host__ __device__ constexpr int warps_at_once(int head_dim, int tiles) {
-  return head_dim <= 64 && tiles <= 2 ? 12 : 8;
+__host__ __device__ constexpr int warps_at_once(int head_dim) {
+  return head_dim <= 64 ? 12 : 8;
 }
 
 // A softmax as attend_chunk leaves it: a lane has two columns of each tile, and of each the
@@ -633,7 +633,7 @@ __device__ static inline void clear(LaneSoftmax<K, TILES>* s) {
 // once per RUN_WARPS runs of its tokens. The last runs of a prompt have most keys, so they go
 // first: short ones fill the SMs at the end. Twin: attend.
 template <int K, typename N, int TILES>
-__global__ void __launch_bounds__(RUN_WARPS* WARP, warps_at_once(K, TILES) / RUN_WARPS)
+__global__ void __launch_bounds__(RUN_WARPS* WARP, warps_at_once(K) / RUN_WARPS)
     attention_runs_kernel(half* out, QkvTarget to, int runs, int out_group) {
   extern __shared__ float4 kept_memory[];
   Kept<K, TILES>* kept = (Kept<K, TILES>*)kept_memory;
@@ -695,19 +695,8 @@ static int attention_shares(const Device* d, const QkvTarget* to, int runs, int 
 // Whether a warp per run and kv head fills the GPU's registers, so that none needs help. Runs of
 // one token may be a decode step's, which have no keys in common: only if they fill them twice.
 static bool run_per_warp(const Device* d, const QkvTarget* to, int n_tokens, int runs) {
-  int at_once = d->sms * warps_at_once(to->head_dim, 2);
+  int at_once = d->sms * warps_at_once(to->head_dim);
   return runs * run_blocks(&to->kv) >= (runs < n_tokens ? at_once : 2 * at_once);
-}
-
-// Queries of a run, at most, for a step of n tokens: 32 where that leaves a run for each warp, and
-// registers hold them; else what attention_kernel can take.
-static int attention_rows(const Gpu* g, int n_tokens) {
-  const QkvTarget* to = &g->qkv;
-  int group = to->kv.heads / to->kv.kv_heads, blocks = 0;
-  if (group <= TILE_ROWS) blocks = n_tokens / (2 * TILE_ROWS / group) * to->kv.kv_heads;
-  const char* force = getenv("BS_WARP");
-  bool wide = force ? atoi(force) == 2 : false;
-  return wide && to->head_dim <= 64 && blocks >= 2 * g->device->sms ? 2 * TILE_ROWS : TILE_ROWS;
 }
 
 template <int K, typename N, int TILES>
@@ -727,13 +716,6 @@ static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, Q
                              Unsummed qkv) {
   int shares = attention_shares(g->device, &to, runs, splits);
   bool small = runs == n_tokens && to.kv.heads <= 8 * to.kv.kv_heads;  // at most 8 queries a run
-  if (K <= 64 && g->run_rows > TILE_ROWS) {
-    constexpr int TILES = K <= 64 ? 4 : 1;
-    auto wide =
-        g->fp8_kv ? launch_attention_runs<K, fp8, TILES> : launch_attention_runs<K, half, TILES>;
-    wide(g, n_tokens, runs, &to);
-    return;
-  }
   const char* force = getenv("BS_WARP");
   bool per_warp = shares == 1 && qkv.parts == 0 &&
                   (force ? atoi(force) : run_per_warp(g->device, &to, n_tokens, runs));

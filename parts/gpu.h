@@ -355,10 +355,10 @@ static void replay_decode(Engine* e, int n_tokens, int splits) {
   CUDA_CHECK(cudaGraphLaunch(g->graphs[i].exec, g->stream));
 }
 
-// Attention runs: neighbouring tokens of a slot, as many as fit `rows` queries with their heads.
+// Attention runs: neighbouring tokens of a slot, as many as fit 16 query rows with their heads.
 // Returns how many.
-static int find_runs(const Config* c, const Batch* b, int rows, int4* run) {
-  int most = rows / (c->n_heads / c->n_kv_heads), n = 0;
+static int find_runs(const Config* c, const Batch* b, int4* run) {
+  int most = TILE_ROWS / (c->n_heads / c->n_kv_heads), n = 0;
   for (int t = 0; t < b->n_tokens; t++) {
     if (n > 0 && b->slot[t] == run[n - 1].z && run[n - 1].y < most) {
       run[n - 1].y++;
@@ -394,8 +394,7 @@ static int upload_batch(Engine* e, const Batch* b, int T, bool decode, int* stag
   }
   for (int r = 0; r < (decode ? T : R); r++)
     row[r] = r < R ? b->row[r] : r;  // padding: its own token, slot -1
-  g->run_rows = decode ? (int)TILE_ROWS : attention_rows(g, n);
-  int runs = find_runs(&e->w->config, b, g->run_rows, run);
+  int runs = find_runs(&e->w->config, b, run);
   for (; runs < T && decode; runs++) run[runs] = make_int4(runs, 0, -1, 0);
   size_t pitch = max * sizeof(int);  // the first T of each list
   CUDA_CHECK(cudaMemcpyAsync(g->qkv.batch.run, run, runs * sizeof(int4), cudaMemcpyHostToDevice,
@@ -437,7 +436,6 @@ static void gpu_submit(Engine* e, const Batch* b, Step* s) {
       g->staging + which * g->staging_ints;  // free again: the step that used it was collected
   upload_tables(e, staging + (size_t)BATCH_INTS * e->size.max_tokens);
   int runs = T;
-  g->run_rows = TILE_ROWS;
   if (!decode || !device_has_it(g, b)) runs = upload_batch(e, b, T, decode, staging);
   int blocks = runs * run_blocks(&g->qkv.kv);
   int splits = blocks < 2 * g->device->sms ? last_pos / SPLIT + 1 : 1;

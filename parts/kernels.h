@@ -229,7 +229,6 @@ typedef struct Gpu {
   float *x, *y, *logits, *partial;  // [T, D], linear layers' results, [R, V], attention splits
   half *normed, *att, *hidden;      // [T, D], [T, H K], [T, F]
   int* arrived;                     // attention: blocks of a run that are done
-  int run_rows;                     // attention: most queries of a run, 16 or 32
   QkvTarget qkv;                    // q, the cache, the token list
   SampleTarget sample;
   int *staging,
