@@ -457,9 +457,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
 // one prompt read the same keys from 0 on, so a block's warps share them in the L1 cache, which a
 // block per run would read once more from L2 for each run.
 
-// Warps of a block, each with a run of its own. They wait for each other every IN_STEP keys: CHUNK,
-// SPLIT, or 0 for never.
-enum { RUN_WARPS = 4, IN_STEP = 0 };
+enum { RUN_WARPS = 4 };  // of a block, each with a run of its own
 
 // Warps for which an SM has registers.
 __host__ __device__ constexpr int warps_at_once(int head_dim) {
@@ -658,15 +656,13 @@ __global__ void __launch_bounds__(RUN_WARPS* WARP, warps_at_once(K) / RUN_WARPS)
     for (int c = 0; c < K / 16; c++) kept->total[i][c][threadIdx.x] = make_float4(0, 0, 0, 0);
     kept->state[i][threadIdx.x] = make_float4(-INFINITY, -INFINITY, 0, 0);
   }
-  for (int key0 = 0; IN_STEP ? __syncthreads_or(key0 <= r.last_key) : key0 <= r.last_key;) {
+  for (int key0 = 0; key0 <= r.last_key;) {
     clear(&split);
     do {
-      if (!IN_STEP || key0 <= r.last_key)
-        attend_and_merge<K, N, TILES>(&split, &pages, kept, key0, to.batch.table, to.kv.max_blocks,
-                                      q);
+      attend_and_merge<K, N, TILES>(&split, &pages, kept, key0, to.batch.table, to.kv.max_blocks,
+                                    q);
       key0 += CHUNK;
-      if (IN_STEP == CHUNK) __syncthreads();
-    } while (key0 % SPLIT != 0 && (IN_STEP || key0 <= r.last_key));
+    } while (key0 % SPLIT != 0 && key0 <= r.last_key);
     merge_split(kept, &split);
   }
   __syncwarp();
@@ -716,10 +712,7 @@ static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, Q
                              Unsummed qkv) {
   int shares = attention_shares(g->device, &to, runs, splits);
   bool small = runs == n_tokens && to.kv.heads <= 8 * to.kv.kv_heads;  // at most 8 queries a run
-  const char* force = getenv("BS_WARP");
-  bool per_warp = shares == 1 && qkv.parts == 0 &&
-                  (force ? atoi(force) : run_per_warp(g->device, &to, n_tokens, runs));
-  if (per_warp) {
+  if (shares == 1 && qkv.parts == 0 && run_per_warp(g->device, &to, n_tokens, runs)) {
     auto run = g->fp8_kv
                    ? small ? launch_attention_runs<K, fp8, 1> : launch_attention_runs<K, fp8, 2>
                : small ? launch_attention_runs<K, half, 1>
