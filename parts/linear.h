@@ -247,12 +247,13 @@ static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix*
                                  one_turn <= wide ? one_turn : narrow);
 }
 
-// Rung 5: any number of tokens. A block of 8 warps computes 128 rows x TOKENS, a warp 16 rows x
-// TOKENS, so that each weight enters registers once. k runs through a ring of shared-memory stages
-// of 64, the weights of the first ones asked for before waiting for the previous kernel. In a stage
-// 8 tokens x 8 k's are 128 contiguous bytes (see activation_index), which both ldmatrix and wgmma
-// read without bank conflicts. At 64 tokens on an H200 gate-up takes 21.8 us: 20.0 without the
-// products, 15.1 without the copies (NOTES.md, section 6, has more).
+// Rung 5: any number of tokens. A block of 8 warps computes 128 rows x TOKENS (of 12 warps: 192), a
+// warp 16 rows x TOKENS, so that each weight enters registers once. k runs through a ring of
+// shared-memory stages of 64, the weights of the first ones asked for before waiting for the
+// previous kernel. In a stage 8 tokens x 8 k's are 128 contiguous bytes (see activation_index),
+// which both ldmatrix and wgmma read without bank conflicts. At 64 tokens on an H200 gate-up
+// takes 21.8 us: 20.0 without the products, 15.1 without the copies (NOTES.md, section 6, has
+// more).
 //
 // On Hopper one thread keeps the ring full with bulk copies, one for all weights of a stage (with 8
 // copies of 2 KB instead gate-up took 33 us), and from 33 tokens on four warps multiply together
@@ -264,19 +265,10 @@ static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix*
 // (SwiGLU: n). blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together),
 // y = 128 rows, z = one slice (gridDim.z == slices), a pair (slices / 2) or all (1). SLICED, for
 // more than one slice, keeps three sums: of the slice, of the pair and of all pairs before it.
-//
-// On Hopper two neighbouring blocks may form a cluster and fetch for each other what both need.
-// From 128 tokens a block on it is the activations of the same tokens for neighbouring rows, so
-// that there is a third less to read from the L2 cache at 256 tokens, a quarter less at 128: its
-// 5.8 TB/s are their limit. (Four would be better yet, but an H200 holds fewer than 32 clusters of
-// four at once: gate-up's 128 blocks would take two turns.) For qkv in tiles of few tokens it is
-// the weights.
-typedef enum { SHARE_NOTHING, SHARE_TOKENS, SHARE_WEIGHTS } Sharing;
-
 enum { STAGE_TILES = 2, WIDE_TILES = 12 };  // k tiles of a stage; row tiles of a wide block
 
-// A block's shape. WIDE: 12 warps, 192 rows: a packed piece of 128 and half of the one that two
-// such blocks divide.
+// A block's shape. WIDE: 12 warps, 192 rows: two neighbours share three packed pieces of 128, one
+// each and the halves of the second.
 template <int TOKENS_, int STAGES_, bool SLICED_, bool WIDE_ = false>
 struct Tile {
   static constexpr int TOKENS = TOKENS_, STAGES = STAGES_, GROUP = token_group(TOKENS_);
@@ -304,14 +296,17 @@ struct Tile {
 #else
   static constexpr int FILL_WARPS = TOKENS * (SLICED ? 3 : 1) >= 256 ? 4 : 1;
 #endif
-  // Which packed piece of 128 rows a block computes, and which half of a second one.
-  __host__ __device__ static constexpr int piece(int block) {
-    return WIDE ? block / 2 * 3 + block % 2 * 2 : block;
+  // The pieces of 128 rows that a block computes, `half` only if WIDE.
+  __device__ static inline int piece() {
+    return WIDE ? blockIdx.y / 2 * 3 + blockIdx.y % 2 * 2 : blockIdx.y;
   }
-  __device__ static inline int row_tile(int i) {  // the i'th of this block
-    if (i < BLOCK_TILES) return piece(blockIdx.y) * BLOCK_TILES + i;
-    return (blockIdx.y / 2 * 3 + 1) * BLOCK_TILES + blockIdx.y % 2 * (BLOCK_TILES / 2) + i -
-           BLOCK_TILES;
+  __device__ static inline int half_piece() {
+    return blockIdx.y / 2 * 3 + 1;
+  }
+  __device__ static inline int row_tile(int i) {  // the i'th of its row tiles
+    return i < BLOCK_TILES
+               ? piece() * BLOCK_TILES + i
+               : half_piece() * BLOCK_TILES + blockIdx.y % 2 * (BLOCK_TILES / 2) + i - BLOCK_TILES;
   }
 };
 
@@ -796,20 +791,20 @@ __global__ void __launch_bounds__((S::ROW_TILES + S::FILL_WARPS) * WARP, S::BLOC
   int slices = m.slices / gridDim.z, slice = blockIdx.z * slices;
   KWalk use = {slice_start(m, slice), slice_start(m, slice + 1), slice, slice + slices - 1, 0, 0};
   // A cluster's second block may have no rows: it reads others'.
-  int last = (m.n - 1) / BLOCK_ROWS, piece = min(S::piece(blockIdx.y), last);
-  int half_piece = min((int)blockIdx.y / 2 * 3 + 1, last);
-  int group = m.k / 8 * S::GROUP, piece_size = m.k / TILE_K * BLOCK_TILES * 64;
+  int last = (m.n - 1) / BLOCK_ROWS, group = m.k / 8 * S::GROUP;
+  size_t piece_size = (size_t)m.k / TILE_K * BLOCK_TILES * 64;
   const uint4* w = (const uint4*)m.w;
-  Ring ring = {m,
-               w + (size_t)piece * piece_size,
-               (const uint4*)x + (size_t)(token0 / S::GROUP) * group,
-               w + (size_t)half_piece * piece_size + blockIdx.y % 2 * (BLOCK_TILES / 2) * 64,
-               (n_tokens - token0 + S::GROUP - 1) / S::GROUP,
-               group,
-               use,
-               shared,
-               full,
-               empty};
+  Ring ring = {
+      m,
+      w + min(S::piece(), last) * piece_size,
+      (const uint4*)x + (size_t)(token0 / S::GROUP) * group,
+      w + min(S::half_piece(), last) * piece_size + blockIdx.y % 2 * (BLOCK_TILES / 2) * 64,
+      (n_tokens - token0 + S::GROUP - 1) / S::GROUP,
+      group,
+      use,
+      shared,
+      full,
+      empty};
   if (ring_fill<S>(&ring)) return;
   wait_for_previous();
   if (MODE == OUT_BEST && threadIdx.x < TOKENS) {
@@ -883,25 +878,23 @@ static void launch_tile(const Gpu* g, void* out, const half* x, const Matrix* m,
 
 // Pipeline depth by the shared memory a block may have: 227 KB on Hopper, 163 on A100, 99 on other
 // Ampere and Ada cards, 64 on Turing.
-template <Output MODE, bool SLICED, int TOKENS, int HOPPER, int AMPERE, int TURING,
-          bool WIDE = false>
+template <Output MODE, bool SLICED, int TOKENS, int HOPPER, int AMPERE, int TURING>
 static void launch_depth(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                          int z) {
   int kb = g->device->shared_bytes / 1024;
-  (kb >= 200  ? launch_tile<MODE, Tile<TOKENS, HOPPER, SLICED, WIDE>>
+  (kb >= 200  ? launch_tile<MODE, Tile<TOKENS, HOPPER, SLICED>>
    : kb >= 99 ? launch_tile<MODE, Tile<TOKENS, AMPERE, SLICED>>
               : launch_tile<MODE, Tile<TOKENS, TURING, SLICED>>)(g, out, x, m, n_tokens, z);
 }
 
-// Whether wide blocks, of 12 row tiles instead of 8, are done sooner: a turn of them takes half as
-// long again. llama-2-7b's gate-up has 172 blocks of 8 for 132 multiprocessors, but 115 of 12.
-static bool wide_pays(const Device* d, const Matrix* m, int n_tokens, int z) {
-  int tiles = ceil_div(m->n, TILE_ROWS), tokens = n_tokens > 128 ? 256 : 128;
-  if (m->slices > z) return false;
-  int turns = ceil_div(ceil_div(tiles, BLOCK_TILES) * ceil_div(n_tokens, tokens) * z, d->sms);
-  int wide = ceil_div(ceil_div(tiles, WIDE_TILES) * ceil_div(n_tokens, 128) * z, d->sms);
-  return d->shared_bytes >= 200 * 1024 &&
-         wide * WIDE_TILES * 128 * 9 <= turns * BLOCK_TILES * tokens * 8;
+// Whether wide blocks are done sooner: a turn of them takes half as long again. llama-2-7b's
+// gate-up has 172 blocks of 128 rows for 132 multiprocessors, but 115 of 192.
+static bool wide_pays(const Device* d, const Matrix* m, int n_tokens) {
+  int tiles = ceil_div(m->n, TILE_ROWS);
+  int turns = ceil_div(ceil_div(tiles, BLOCK_TILES), d->sms),
+      wide = ceil_div(ceil_div(tiles, WIDE_TILES), d->sms);
+  return n_tokens <= 128 && d->shared_bytes >= 200 * 1024 &&
+         wide * WIDE_TILES < turns * BLOCK_TILES;
 }
 
 // Tile shapes by number of tokens. On Hopper one block of a long matrix fills an SM; depths that
@@ -911,20 +904,21 @@ template <Output MODE>
 static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                          int z) {
   constexpr bool SLICED = MODE == OUT_FLOAT;  // gate-up and the output matrix have one slice
-  constexpr bool WIDE = MODE != OUT_BEST;
+  constexpr bool WIDE = MODE == OUT_SWIGLU;
   if (!SLICED && m->slices > z) die("%d slices where one is expected", m->slices);
-  int kb = g->device->shared_bytes / 1024, sliced = m->slices > z;
-  bool wide = WIDE && wide_pays(g->device, m, n_tokens, z);
+  int kb = g->device->shared_bytes / 1024;
   auto run = launch_depth<MODE, false, 256, 4, 4, 4>;
   if (n_tokens <= 128 || kb < 200) run = launch_depth<MODE, false, 128, 6, 3, 3>;
   if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, false, 64, 8, 4, 2>;
   if (n_tokens <= 32) run = launch_depth<MODE, false, 32, 8, 4, 3>;
   if (n_tokens <= 16) run = launch_depth<MODE, false, 16, 8, 4, 3>;
-  if (wide) run = launch_depth<MODE, false, 128, 4, 3, 3, WIDE>;
-  if (wide && n_tokens <= 64) run = launch_depth<MODE, false, 64, 6, 4, 2, WIDE>;
-  if (wide && n_tokens <= 32) run = launch_depth<MODE, false, 32, 6, 4, 3, WIDE>;
-  if (wide && n_tokens <= 16) run = launch_depth<MODE, false, 16, 7, 4, 3, WIDE>;
-  if (sliced) {
+  if (WIDE && wide_pays(g->device, m, n_tokens)) {
+    run = launch_tile<MODE, Tile<128, 4, false, WIDE>>;
+    if (n_tokens <= 64) run = launch_tile<MODE, Tile<64, 6, false, WIDE>>;
+    if (n_tokens <= 32) run = launch_tile<MODE, Tile<32, 6, false, WIDE>>;
+    if (n_tokens <= 16) run = launch_tile<MODE, Tile<16, 7, false, WIDE>>;
+  }
+  if (m->slices > z) {
     run = launch_depth<MODE, SLICED, 128, 6, 3, 3>;
     if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, SLICED, 64, 4, 4, 2>;
     if (n_tokens <= 32) run = launch_depth<MODE, SLICED, 32, 4, 4, 3>;
@@ -937,9 +931,9 @@ static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m
 // block per 128 rows and 128 tokens leaves no multiprocessor idle, else a slice each or a pair.
 // Pairs halve what is written here and read by the next kernel, so beyond 64 tokens they are taken
 // where their products take no longer. In turns of the machine x slices x tiles of 128 tokens, for
-// llama-3.2-1b on 132 multiprocessors: 128 tokens, qkv: 192 slices 2 x 1, 96 pairs 1 x 2: pairs; o
-// and down: 128 slices 1 x 1, 64 pairs 1 x 2: slices. 256 tokens, qkv: 192 slices 2 x 2, 192 pairs
-// 2 x 2; o and down: 128 slices 1 x 2, 128 pairs 1 x 2: pairs. 2,048 tokens: all of k.
+// llama-3.2-1b on 132 multiprocessors: 128 tokens, qkv: 96 slices 1 x 1, 48 pairs 1 x 2; o and
+// down: 128 slices 1 x 1, 64 pairs 1 x 2: slices. 256 tokens, qkv: 96 slices 1 x 2, 96 pairs 1 x 2;
+// o and down: 128 slices 1 x 2, 128 pairs 1 x 2: pairs. 2,048 tokens: all of k.
 static int tile_parts(const Device* d, const Matrix* m, int n_tokens) {
   int rows = ceil_div(m->n, BLOCK_ROWS), blocks = rows * ceil_div(n_tokens, 128);
   if (m->slices == 1 || blocks >= d->sms) return 1;
@@ -953,12 +947,14 @@ static int tile_parts(const Device* d, const Matrix* m, int n_tokens) {
   return n_tokens > 64 && as_fast ? m->slices / 2 : m->slices;
 }
 
-// In how many pieces k is summed: enough warps for a large GPU when one warp takes 16 rows, at
-// least 128 k's each. From the matrix alone, never from the device or the batch: it decides the
-// bits of the result.
+// In how many pieces k is summed: about 1,024 warps when one warp takes 16 rows (724 to 1,447, less
+// than a factor of sqrt(2) off), enough for a large GPU; at least 128 k's each. From the matrix
+// alone, never from the device or the batch: it decides the bits of the result.
 static int matrix_slices(int n, int k) {
+  enum { FEWEST = 724 };
   int slices = 1;
-  while (slices < MAX_SLICES && ceil_div(n, TILE_ROWS) * slices < 724 && k / TILE_K >= 8 * slices)
+  while (slices < MAX_SLICES && ceil_div(n, TILE_ROWS) * slices < FEWEST &&
+         k / TILE_K >= 8 * slices)
     slices *= 2;
   return slices;
 }

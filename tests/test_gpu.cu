@@ -247,6 +247,21 @@ static void test_little_shared_memory(void) {
   gpu.shared_bytes = real;
 }
 
+// Blocks of 12 row tiles, where they are done in fewer turns: 28, 32 and 36 row tiles on three
+// multiprocessors. A last block with a piece but no half, with a half but no piece; 33 k tiles.
+static void test_wide_blocks(void) {
+  static const int rows[] = {448, 512, 576};
+  int real = gpu.sms;
+  gpu.sms = 3;
+  for (int i = 0; i < 3; i++) {
+    Matrix m = {NULL, rows[i], 64, 1};
+    CHECK(gpu.shared_bytes < 200 * 1024 || wide_pays(&gpu, &m, 9), "n=%d is not wide", rows[i]);
+    test_matmul_case(rows[i], 64, OUT_SWIGLU);
+    test_matmul_case(rows[i], 1056, OUT_SWIGLU);
+  }
+  gpu.sms = real;
+}
+
 // ---- sampling: the tile kernel's own choice against sample_kernel's on the same logits
 
 template <typename T>
@@ -771,6 +786,7 @@ int main(int argc, char** argv) {
   test_slices(272, 1056);  // 3 blocks of rows; 33 k tiles: slices of 4 and 5
   test_slices(520, 256);   // 5 blocks of rows; slices of a single k tile
   test_little_shared_memory();
+  test_wide_blocks();
   test_best();
   test_model("gqa 4:2, 64", 128, 4, 2, 64, 256, 512, true);
   test_model("mha, 32", 96, 3, 3, 32, 160, 300, false);
