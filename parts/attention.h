@@ -459,7 +459,7 @@ __global__ void __launch_bounds__(ATTENTION_WARPS* WARP, attention_blocks(K))
 
 enum { RUN_WARPS = 4 };  // of a block, each with a run of its own
 
-// Warps for which an SM has registers.
+// Warps for which an SM has registers. Turing's 64 KB of shared memory may hold fewer.
 __host__ __device__ constexpr int warps_at_once(int head_dim) {
   return head_dim <= 64 ? 12 : 8;
 }
@@ -472,7 +472,7 @@ struct LaneSoftmax {
 };
 
 // What merge scales a and b with, without its branch: 1 and -0 leave a as it is, to the sign of a
-// zero, since all of a masked b is +0.
+// zero, since all of a masked b is +0 (values are finite).
 struct Scales {
   float a[2], b[2];  // of a lane's two columns
 };
@@ -492,7 +492,7 @@ __device__ static inline Scales merge_scales(float max[2], float sum[2], const f
 }
 
 // What a block keeps in shared memory because it is seldom needed and would cost registers. A
-// thread's 4 numbers lie next to those of the next thread: no banks conflict.
+// thread's 4 numbers lie next to those of the next thread: no bank conflicts.
 template <int K, int TILES>
 struct Kept {
   float4 total[TILES][K / 16][RUN_WARPS * WARP];  // of a LaneSoftmax: out,
@@ -629,15 +629,19 @@ __device__ static inline void clear(LaneSoftmax<K, TILES>* s) {
 // order. A warp takes one run, the heads that share a kv head (at most TILES x 8 queries), and
 // every key of theirs; a block's warps take neighbours in the list. Must read the cache of a slot
 // once per RUN_WARPS runs of its tokens. The last runs of a prompt have most keys, so they go
-// first: short ones fill the SMs at the end. Twin: attend.
+// first: short ones fill the SMs at the end. (Decode steps beside a prompt come last.) Twin:
+// attend.
 template <int K, typename N, int TILES>
 __global__ void __launch_bounds__(RUN_WARPS* WARP, warps_at_once(K) / RUN_WARPS)
     attention_runs_kernel(half* out, QkvTarget to, int runs, int out_group) {
-  extern __shared__ float4 kept_memory[];
-  Kept<K, TILES>* kept = (Kept<K, TILES>*)kept_memory;
+  __shared__ Kept<K, TILES> memory;
+  Kept<K, TILES>* kept = &memory;
   int mine = (gridDim.x - 1 - blockIdx.x) * RUN_WARPS + threadIdx.x / WARP;
   RunPart r = find_part<TILES * 8>(&to.kv, to.batch.run[min(mine, runs - 1)], blockIdx.y);
-  if (mine >= runs || r.slot < 0) r.last_key = -1, r.rows = 0;  // nothing to do
+  if (mine >= runs || r.slot < 0) {  // nothing to do
+    r.last_key = -1;
+    r.rows = 0;
+  }
   Pages<K, N> pages(&to, max(r.slot, 0), r.g, max(r.last_key, 0));
   pages.look_up(0);
   if (r.rows > 0) prefetch_chunk(&pages, 0);
@@ -689,37 +693,27 @@ static int attention_shares(const Device* d, const QkvTarget* to, int runs, int 
 }
 
 // Whether a warp per run and kv head fills the GPU's registers, so that none needs help. Runs of
-// one token may be a decode step's, which have no keys in common: only if they fill them twice.
+// one token are a decode step's, which have no keys in common (or a prompt's with over 8 heads a kv
+// head): only if they fill them twice.
 static bool run_per_warp(const Device* d, const QkvTarget* to, int n_tokens, int runs) {
   int at_once = d->sms * warps_at_once(to->head_dim);
   return runs * run_blocks(&to->kv) >= (runs < n_tokens ? at_once : 2 * at_once);
 }
 
-template <int K, typename N, int TILES>
-static void launch_attention_runs(const Gpu* g, int n_tokens, int runs, const QkvTarget* to) {
-  constexpr int shared = sizeof(Kept<K, TILES>);
-  auto kernel = attention_runs_kernel<K, N, TILES>;
-  static bool configured;  // more than 48 KB of shared memory must be asked for, once
-  if (!configured)
-    CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
-  configured = true;
-  launch(g, kernel, dim3(ceil_div(runs, RUN_WARPS), run_blocks(&to->kv)), RUN_WARPS * WARP, shared,
-         g->att, *to, runs, activation_group(g, n_tokens));
-}
-
 template <int K>
 static void launch_attention(const Gpu* g, int n_tokens, int runs, int splits, QkvTarget to,
                              Unsummed qkv) {
-  int shares = attention_shares(g->device, &to, runs, splits);
   bool small = runs == n_tokens && to.kv.heads <= 8 * to.kv.kv_heads;  // at most 8 queries a run
-  if (shares == 1 && qkv.parts == 0 && run_per_warp(g->device, &to, n_tokens, runs)) {
-    auto run = g->fp8_kv
-                   ? small ? launch_attention_runs<K, fp8, 1> : launch_attention_runs<K, fp8, 2>
-               : small ? launch_attention_runs<K, half, 1>
-                       : launch_attention_runs<K, half, 2>;
-    run(g, n_tokens, runs, &to);
+  if (g->even && qkv.parts == 0 && run_per_warp(g->device, &to, n_tokens, runs)) {
+    auto kernel = g->fp8_kv
+                      ? small ? attention_runs_kernel<K, fp8, 1> : attention_runs_kernel<K, fp8, 2>
+                  : small ? attention_runs_kernel<K, half, 1>
+                          : attention_runs_kernel<K, half, 2>;
+    launch(g, kernel, dim3(ceil_div(runs, RUN_WARPS), run_blocks(&to.kv)), RUN_WARPS * WARP, 0,
+           g->att, to, runs, activation_group(g, n_tokens));
     return;
   }
+  int shares = attention_shares(g->device, &to, runs, splits);
   auto kernel = g->fp8_kv ? small ? attention_kernel<K, fp8, 1> : attention_kernel<K, fp8, 2>
                 : small ? attention_kernel<K, half, 1>
                           : attention_kernel<K, half, 2>;

@@ -334,7 +334,8 @@ static void gpu_forward(const Engine* e, int T, int R, int runs, int splits, boo
 static void replay_decode(Engine* e, int n_tokens, int splits) {
   Gpu* g = e->gpu;
   int i = 0;
-  while (i < g->n_graphs && (g->graphs[i].n_tokens != n_tokens || g->graphs[i].splits != splits))
+  while (i < g->n_graphs && (g->graphs[i].n_tokens != n_tokens || g->graphs[i].splits != splits ||
+                             g->graphs[i].even != g->even))
     i++;
   if (i == MAX_GRAPHS) {
     CUDA_CHECK(cudaStreamSynchronize(g->stream));
@@ -350,6 +351,7 @@ static void replay_decode(Engine* e, int n_tokens, int splits) {
     CUDA_CHECK(cudaGraphDestroy(graph));
     g->graphs[i].n_tokens = n_tokens;
     g->graphs[i].splits = splits;
+    g->graphs[i].even = g->even;
     g->n_graphs++;
   }
   CUDA_CHECK(cudaGraphLaunch(g->graphs[i].exec, g->stream));
@@ -427,10 +429,13 @@ static void gpu_submit(Engine* e, const Batch* b, Step* s) {
   Gpu* g = e->gpu;
   int which = (int)(s - e->step), T = b->n_tokens, last_pos = 0;
   bool decode = b->n_rows == b->n_tokens;
+  long long keys = 0;
   for (int t = 0; t < T; t++) {
+    keys += b->pos[t] + 1;
     decode = decode && b->id[t] < 0;
     last_pos = b->pos[t] > last_pos ? b->pos[t] : last_pos;
   }
+  g->even = (last_pos + 1LL) * T <= 4 * keys;  // one warp would not be long after the others
   if (decode && graph_size(T) <= e->size.max_tokens) T = graph_size(T);
   int* staging =
       g->staging + which * g->staging_ints;  // free again: the step that used it was collected

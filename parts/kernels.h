@@ -218,6 +218,7 @@ enum { MAX_GRAPHS = 64, BATCH_INTS = 8 };
 
 typedef struct {
   int n_tokens, splits;
+  bool even;
   cudaGraphExec_t exec;
 } StepGraph;
 
@@ -229,6 +230,7 @@ typedef struct Gpu {
   float *x, *y, *logits, *partial;  // [T, D], linear layers' results, [R, V], attention splits
   half *normed, *att, *hidden;      // [T, D], [T, H K], [T, F]
   int* arrived;                     // attention: blocks of a run that are done
+  bool even;                        // no token of the step sees far more keys than the others
   QkvTarget qkv;                    // q, the cache, the token list
   SampleTarget sample;
   int *staging,

@@ -180,6 +180,7 @@ __global__ void __launch_bounds__(SKINNY_RING / RING * WARP, 1)
     copy_async(norm_weight + at, (const float4*)in.weight + at, true);
   copy_commit();
   wait_for_previous();
+  // One token: no copies of it (764 -> 758 us at batch 1).
   if (NORM && n_tokens == 1) norm_tokens<1>((half*)shared, norm_weight, &in, k, n_tokens);
   if (NORM && n_tokens > 1) norm_tokens<4>((half*)shared, norm_weight, &in, k, n_tokens);
   const int step = NORM ? n_tokens * TILE_K : TILE_K;  // halves from one tile of k to the next
@@ -261,10 +262,10 @@ static void matmul_skinny(const Gpu* g, void* out, SkinnyInput in, const Matrix*
 // Both instructions gave the same bits for 8 million sums of four kinds of numbers; the tests
 // compare them, since up to 32 tokens it is mma.sync.
 //
-// Must move 2 n k bytes for every TOKENS tokens, 2 k for each token and 128 rows, 4 n a token
+// Must move 2 n k bytes for every TOKENS tokens, 2 k for each token and block of rows, 4 n a token
 // (SwiGLU: n). blockIdx: x = TOKENS tokens (first, so that blocks that share weights run together),
-// y = 128 rows, z = one slice (gridDim.z == slices), a pair (slices / 2) or all (1). SLICED, for
-// more than one slice, keeps three sums: of the slice, of the pair and of all pairs before it.
+// y = 128 or 192 rows, z = one slice (gridDim.z == slices), a pair (slices / 2) or all (1). SLICED,
+// for more than one slice, keeps three sums: of the slice, of the pair and of all pairs before it.
 enum { STAGE_TILES = 2, WIDE_TILES = 12 };  // k tiles of a stage; row tiles of a wide block
 
 // A block's shape. WIDE: 12 warps, 192 rows: two neighbours share three packed pieces of 128, one
@@ -733,9 +734,12 @@ __device__ static inline void halve(Candidate* c, int offset, int* first) {
 // the best of the warp's 16 rows for a share of them. Then the warps meet in shared memory.
 template <typename S>
 __device__ static inline void store_best(const SampleTarget* to, uint4* shared, const Draw* draw,
-                                         float d[][4], int row0, int n, int token0, int n_tokens) {
-  int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP,
-      row = row0 + warp * TILE_ROWS + lane / 4;
+                                         float d[][4], int n, int token0, int n_tokens) {
+  static_assert(!S::WIDE &&
+                BLOCK_ROWS * 40 * sizeof(float) <= S::STAGES * S::STAGE * 16);  // scores
+  static_assert(BLOCK_TILES * S::TOKENS * sizeof(Candidate) <= S::STAGES * S::STAGE * 16);
+  int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row0 = blockIdx.y * BLOCK_ROWS;
+  int row = row0 + warp * TILE_ROWS + lane / 4;
   int first = 0;       // of the lane's share
   bool drawn = false;  // any token
   Candidate c[S::TOKENS / 4], *found = (Candidate*)shared;
@@ -790,7 +794,7 @@ __global__ void __launch_bounds__((S::ROW_TILES + S::FILL_WARPS) * WARP, S::BLOC
   int token0 = blockIdx.x * TOKENS, warp = threadIdx.x / WARP, row_tile = S::row_tile(warp);
   int slices = m.slices / gridDim.z, slice = blockIdx.z * slices;
   KWalk use = {slice_start(m, slice), slice_start(m, slice + 1), slice, slice + slices - 1, 0, 0};
-  // A cluster's second block may have no rows: it reads others'.
+  // A cluster's second block, or a wide block's half, may have no rows: it reads others'.
   int last = (m.n - 1) / BLOCK_ROWS, group = m.k / 8 * S::GROUP;
   size_t piece_size = (size_t)m.k / TILE_K * BLOCK_TILES * 64;
   const uint4* w = (const uint4*)m.w;
@@ -815,7 +819,8 @@ __global__ void __launch_bounds__((S::ROW_TILES + S::FILL_WARPS) * WARP, S::BLOC
   // 16 bytes from a stage's start to this lane's weights, and on to those of the next k tile.
   const bool of_half = S::WIDE && warp >= BLOCK_TILES;
   const int lane_at = of_half ? (STAGE_TILES * BLOCK_TILES + warp - BLOCK_TILES) * 64 : warp * 64;
-  const int SECOND = of_half ? BLOCK_TILES / 2 * 64 : BLOCK_TILES * 64, lane = threadIdx.x % WARP;
+  const int next_tile = of_half ? BLOCK_TILES / 2 * 64 : BLOCK_TILES * 64,
+            lane = threadIdx.x % WARP;
   int used = -1;  // the slot whose products may be the last under way
   ring_wait<S>(&ring, &use);
   const uint4* stage = shared + use.slot * S::STAGE;
@@ -828,7 +833,7 @@ __global__ void __launch_bounds__((S::ROW_TILES + S::FILL_WARPS) * WARP, S::BLOC
     wgmma_wait<1>();
     if (used >= 0) ring_release<S>(&ring, used);
     for (int i = 0; i < 2; i++)
-      b[i] = both ? stage[lane_at + lane + SECOND + i * WARP] : make_uint4(0, 0, 0, 0);
+      b[i] = both ? stage[lane_at + lane + next_tile + i * WARP] : make_uint4(0, 0, 0, 0);
     multiply_tile<TOKENS>(d, b, stage + S::WEIGHTS + (both ? 4 * S::GROUP : 0));
     wgmma_wait<1>();
     used = use.slot;
@@ -847,7 +852,7 @@ __global__ void __launch_bounds__((S::ROW_TILES + S::FILL_WARPS) * WARP, S::BLOC
   if constexpr (MODE == OUT_SWIGLU) {
     store_swiglu<S>((half*)out + (size_t)token0 * (m.n / 2), shared, d, m.n, n_tokens - token0);
   } else if constexpr (MODE == OUT_BEST) {
-    store_best<S>(&sample, shared, draw, d, blockIdx.y * BLOCK_ROWS, m.n, token0, n_tokens);
+    store_best<S>(&sample, shared, draw, d, m.n, token0, n_tokens);
   } else {
     size_t first = ((size_t)blockIdx.z * n_tokens + token0) * m.n;
     store_floats<TOKENS>((float*)out + first, S::SLICED ? total : d, row_tile * TILE_ROWS, m.n,
@@ -892,9 +897,9 @@ static void launch_depth(const Gpu* g, void* out, const half* x, const Matrix* m
 static bool wide_pays(const Device* d, const Matrix* m, int n_tokens) {
   int tiles = ceil_div(m->n, TILE_ROWS);
   int turns = ceil_div(ceil_div(tiles, BLOCK_TILES), d->sms),
-      wide = ceil_div(ceil_div(tiles, WIDE_TILES), d->sms);
+      wide_turns = ceil_div(ceil_div(tiles, WIDE_TILES), d->sms);
   return n_tokens <= 128 && d->shared_bytes >= 200 * 1024 &&
-         wide * WIDE_TILES < turns * BLOCK_TILES;
+         wide_turns * WIDE_TILES < turns * BLOCK_TILES;
 }
 
 // Tile shapes by number of tokens. On Hopper one block of a long matrix fills an SM; depths that
@@ -904,7 +909,6 @@ template <Output MODE>
 static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m, int n_tokens,
                          int z) {
   constexpr bool SLICED = MODE == OUT_FLOAT;  // gate-up and the output matrix have one slice
-  constexpr bool WIDE = MODE == OUT_SWIGLU;
   if (!SLICED && m->slices > z) die("%d slices where one is expected", m->slices);
   int kb = g->device->shared_bytes / 1024;
   auto run = launch_depth<MODE, false, 256, 4, 4, 4>;
@@ -912,11 +916,13 @@ static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m
   if (n_tokens <= 64 || kb < 99) run = launch_depth<MODE, false, 64, 8, 4, 2>;
   if (n_tokens <= 32) run = launch_depth<MODE, false, 32, 8, 4, 3>;
   if (n_tokens <= 16) run = launch_depth<MODE, false, 16, 8, 4, 3>;
-  if (WIDE && wide_pays(g->device, m, n_tokens)) {
-    run = launch_tile<MODE, Tile<128, 4, false, WIDE>>;
-    if (n_tokens <= 64) run = launch_tile<MODE, Tile<64, 6, false, WIDE>>;
-    if (n_tokens <= 32) run = launch_tile<MODE, Tile<32, 6, false, WIDE>>;
-    if (n_tokens <= 16) run = launch_tile<MODE, Tile<16, 7, false, WIDE>>;
+  if constexpr (MODE == OUT_SWIGLU) {
+    if (wide_pays(g->device, m, n_tokens)) {
+      run = launch_tile<MODE, Tile<128, 4, false, true>>;
+      if (n_tokens <= 64) run = launch_tile<MODE, Tile<64, 6, false, true>>;
+      if (n_tokens <= 32) run = launch_tile<MODE, Tile<32, 6, false, true>>;
+      if (n_tokens <= 16) run = launch_tile<MODE, Tile<16, 7, false, true>>;
+    }
   }
   if (m->slices > z) {
     run = launch_depth<MODE, SLICED, 128, 6, 3, 3>;
@@ -937,19 +943,19 @@ static void launch_tiles(const Gpu* g, void* out, const half* x, const Matrix* m
 static int tile_parts(const Device* d, const Matrix* m, int n_tokens) {
   int rows = ceil_div(m->n, BLOCK_ROWS), blocks = rows * ceil_div(n_tokens, 128);
   if (m->slices == 1 || blocks >= d->sms) return 1;
-  bool wide = n_tokens > 128 && d->shared_bytes >= 200 * 1024;  // slices take 256 tokens a block
-  int tile = wide ? 256 : 128, alone = rows * ceil_div(n_tokens, tile) * m->slices,
+  bool of_256 = n_tokens > 128 && d->shared_bytes >= 200 * 1024;  // tokens a block of one slice
+  int tile = of_256 ? 256 : 128, alone = rows * ceil_div(n_tokens, tile) * m->slices,
       pairs = blocks * m->slices / 2;
   bool as_fast = ceil_div(pairs, d->sms) * 2 <= ceil_div(alone, d->sms) * (tile / 128);
   // A tile of 128 tokens reads a third more per product than one of 256: beyond about 1,024 k's a
   // slice that takes longer than the sum that need not be written and read.
-  if (wide && m->k / m->slices > 1024) as_fast = false;
+  if (of_256 && m->k / m->slices > 1024) as_fast = false;
   return n_tokens > 64 && as_fast ? m->slices / 2 : m->slices;
 }
 
-// In how many pieces k is summed: about 1,024 warps when one warp takes 16 rows (724 to 1,447, less
-// than a factor of sqrt(2) off), enough for a large GPU; at least 128 k's each. From the matrix
-// alone, never from the device or the batch: it decides the bits of the result.
+// In how many pieces k is summed: where n and k allow, for 724 to 1,446 warps of 16 rows, a factor
+// of sqrt(2) about 1,024, enough for a large GPU; at least 128 k's each. From the matrix alone,
+// never from the device or the batch: it decides the bits of the result.
 static int matrix_slices(int n, int k) {
   enum { FEWEST = 724 };
   int slices = 1;
