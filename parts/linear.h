@@ -468,13 +468,13 @@ __device__ static inline void copy_bulk(uint4* to, const void* from, int bytes, 
 
 template <typename S>
 __device__ static inline void fill_weights(const Ring* r, const KWalk* to) {
-  int tiles = walk_tiles(to), bytes = tiles * BLOCK_TILES * 1024;
+  int tiles = walk_tiles(to);
   uint64_t* full = r->full + to->slot;
+  uint4* stage = r->stages + to->slot * S::STAGE;
   if (tiles <= 0) return;
   barrier_expect(full, tiles * S::STAGE / STAGE_TILES * 16);
-  uint4* stage = r->stages + to->slot * S::STAGE;
-  const uint4* from = r->w + (size_t)to->at * BLOCK_TILES * 64;
-  copy_bulk<false>(stage, from, bytes, full);
+  copy_bulk<false>(stage, r->w + (size_t)to->at * BLOCK_TILES * 64, tiles * BLOCK_TILES * 1024,
+                   full);
   for (int i = 0; S::WIDE && i < tiles; i++)
     copy_bulk<false>(stage + (STAGE_TILES * BLOCK_TILES + i * BLOCK_TILES / 2) * 64,
                      r->half + (size_t)(to->at + i) * BLOCK_TILES * 64, BLOCK_TILES / 2 * 1024,

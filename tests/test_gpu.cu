@@ -421,6 +421,8 @@ static void test_warp_per_run(const Model* m, const int* ids, int n) {
       bool reached = run_per_warp(&gpu, &r.e.gpu->qkv, T, runs);
       CHECK(reached, "%s: chunks of %d are too few runs to test", m->config.name, T);
       run_prompt(&r, i, ids, n, T, got);
+      CHECK(r.e.gpu->even, "%s: a prompt's tokens see too different numbers of keys",
+            m->config.name);
       CHECK(memcmp(got, want, (size_t)n * vocab * 4) == 0,
             "%s, %s cache: a warp per run gives other bits, chunks of %d", m->config.name,
             fp8_kv ? "fp8" : "fp16", T);
