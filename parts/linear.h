@@ -108,8 +108,8 @@ __device__ static inline void store_tile(void* out, const float d[4], int row0, 
 // left without any and the step takes up to 30% longer (llama-2-7b at batch 1: 4,466 us instead of
 // 3,429). So a block takes more than half of an SM's registers: 8 warps with a ring of 16 tiles,
 // or up to 16 with a ring of 8 where that makes one turn of the SMs out of two. Only a matrix of
-// many turns, such as the output matrix, has blocks of which two fit.
-// And as many SMs as can be have one: llama-2-7b's qkv is 128 blocks of 6 row tiles, not 96 of 8.
+// many turns, such as the output matrix, has blocks of which two fit. And as many SMs as can be
+// get one: llama-2-7b's qkv is 128 blocks of 6 row tiles, not 96 of 8.
 enum { SKINNY_WARPS = 16, SKINNY_RING = 128 };  // at most: warps; tiles of a block
 enum { SKINNY_SHARED = 9 * 1024 };              // at most: shared memory that is not asked for
 
@@ -522,8 +522,8 @@ __device__ static bool ring_fill(Ring* r) {
   }
   if (S::FILL_WARPS == 4) fewer_registers();
   if (threadIdx.x > S::THREADS) return true;
-  // Activations come behind the weights asked for before them: where a stage has many of both, half
-  // of the ring waits (128 tokens: 1,500 -> 1,470 us a step).
+  // Activations arrive after all weights asked for before them. From 64 tokens on, where a stage
+  // has many, half of the weights wait (128 tokens: 1,500 -> 1,470 us a step).
   constexpr int EARLY = S::TOKENS < 64 ? S::STAGES : S::STAGES / 2;
   KWalk early = r->load;
   for (int i = 0; i < EARLY; i++) {
